@@ -6,7 +6,7 @@ from functools import partial
 
 from checks import Broken, demand
 from replicas import TTL_S, Process
-from scenes import SCENES, Scene, publish, puts, replicate, unpublish
+from scenes import SCENES, Scene, meet, named, publish, puts, replicate, unpublish
 
 from torch_ros.errors import DeadlineExceeded, SourceLost
 from torch_ros.protocol import keys as k
@@ -235,8 +235,7 @@ def gone_in_order(scene: Scene) -> None:
 
     scene.start("t", train, size=1, drain_s=0.1)
     scene.start("u", train, size=1, drain_s=0.1, datacenter="west")
-    scene.start("r", read, size=1)
-    scene.play()
+    scene.play(r=read)
     demand(any(k.replica_of(source) == "u" for source, _ in scene.edges), "it was not left")
 
 
@@ -291,8 +290,7 @@ def no_memory(scene: Scene) -> None:
             raise Broken("I14: it failed for want of memory") from error
         _released(me, 5.0)
         publish(me, 2, 8)
-        scene.reach(f"{me} has 2")
-        scene.until("t.0/0 has 2", "t.0/1 has 2")
+        meet(me, "has 2")
 
     scene.start("t", train, size=2, datacenter="west")
     scene.start("r", read, size=1, datacenter="east")
@@ -412,8 +410,7 @@ def kept_for_long(scene: Scene) -> None:
         _released(me, 5.0)
 
     scene.start("t", train, size=_size(scene), retain=("latest",), drain_s=40.0)
-    scene.start("r", read, size=1)
-    scene.play()
+    scene.play(r=read)
 
 
 def fails_first(scene: Scene) -> None:
@@ -470,19 +467,19 @@ def comes_back_with_a_copy(scene: Scene) -> None:
     scene.play()
 
 
-SCENES |= {
-    "fails first": fails_first,
-    "comes back with a copy": comes_back_with_a_copy,
-    "kept for long": kept_for_long,
-    "taken back": taken_back,
-    "near and far": near_and_far,
-    "comes last": comes_last,
-    "last of two": last_of_two,
-    "slow to come": slow_to_come,
-    "gone in order": gone_in_order,
-    "second copy": second_copy,
-    "no memory": no_memory,
-    "far reader dies": far_reader_dies,
-    "retained too": retained_too,
-    "closes at once": closes_at_once,
-}
+SCENES |= named(
+    fails_first,
+    comes_back_with_a_copy,
+    kept_for_long,
+    taken_back,
+    near_and_far,
+    comes_last,
+    last_of_two,
+    slow_to_come,
+    gone_in_order,
+    second_copy,
+    no_memory,
+    far_reader_dies,
+    retained_too,
+    closes_at_once,
+)

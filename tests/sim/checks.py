@@ -6,18 +6,14 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
 from replicas import TTL_S, Process, Start
 
-from torch_ros.errors import (
-    CallMismatch,
-    ClosedError,
-    SeatLost,
-    StoreUnavailable,
-)
+from torch_ros.errors import CallMismatch, ClosedError, SeatLost, StoreUnavailable
 from torch_ros.features.fallback.rules import TTLS
 from torch_ros.features.lending.memory import _file
 from torch_ros.features.seeding.rules import is_forerunner
@@ -54,6 +50,15 @@ class Broken(AssertionError):
 def demand(holds: object, why: str) -> None:
     if not holds:
         raise Broken(why)
+
+
+@contextmanager
+def never(kinds: type[Exception] | tuple[type[Exception], ...], why: str) -> Iterator[None]:
+    """Within it, no such error comes."""
+    try:
+        yield
+    except kinds as error:
+        raise Broken(f"{why}: {error!r}") from error
 
 
 def _replica(inst: str) -> str:

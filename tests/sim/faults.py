@@ -42,9 +42,7 @@ from torch_ros.protocol import keys as keys_module
 from torch_ros.protocol import seat as seat_module
 from torch_ros.protocol.life import CallLife
 from torch_ros.protocol.meeting import Meeting
-from torch_ros.shard import (
-    following,
-)
+from torch_ros.shard import following
 from torch_ros.store import txn
 from torch_ros.store.loops import Act, Done, Wait, WaitAtMost
 from torch_ros.store.txn import (
@@ -63,9 +61,7 @@ from torch_ros.store.txn import (
     View,
     one,
 )
-from torch_ros.transfer import (
-    feed,
-)
+from torch_ros.transfer import feed
 from torch_ros.transfer.card import ALL_BLOCKS
 from torch_ros.weights import manifest
 
@@ -94,6 +90,18 @@ def fault(what: str, *rules: str, scenario: str = "") -> Callable:
         assert what not in FAULTS
         FAULTS[what] = Fault(what, plant, scenario)
         return change
+
+    return register
+
+
+def instead(what: str, *rules: str, scenario: str = "") -> Callable:
+    """Register a function that is called in place of `rules`, with the original first."""
+
+    def register(faulty: Callable) -> Callable:
+        def change(rule):
+            return lambda *args, **kwargs: faulty(rule, *args, **kwargs)
+
+        return fault(what, *rules, scenario=scenario)(change)
 
     return register
 
@@ -167,29 +175,20 @@ fault("who completes a publication forgets when it began", "calls:complete")(
 fault("a copy forgets when its version was published", "copied")(edited(ops=without_moment))
 
 
-@fault("a rank that comes back does not know the span of its version", "Kept.of")
-def _(of):
-    def faulty(*args):
-        return msgspec.structs.replace(of(*args), traceparent="")
-
-    return faulty
+@instead("a rank that comes back does not know the span of its version", "Kept.of")
+def _(of, *args):
+    return msgspec.structs.replace(of(*args), traceparent="")
 
 
-@fault("a decision keeps its own span, not the version's", "VersionRecord.brought_by")
-def _(brought_by):
-    def faulty(record, call, ref):
-        return msgspec.structs.replace(brought_by(record, call, ref), traceparent="")
-
-    return faulty
+@instead("a decision keeps its own span, not the version's", "VersionRecord.brought_by")
+def _(brought_by, record, call, ref):
+    return msgspec.structs.replace(brought_by(record, call, ref), traceparent="")
 
 
-@fault("ranks that come back forget when their version was published", "_adopt")
-def _(adopt):
-    def faulty(*args):
-        ops, guards = adopt(*args)
-        return [without_moment(op) for op in ops], guards
-
-    return faulty
+@instead("ranks that come back forget when their version was published", "_adopt")
+def _(adopt, *args):
+    ops, guards = adopt(*args)
+    return [without_moment(op) for op in ops], guards
 
 
 # Names and calls
@@ -198,16 +197,11 @@ fault("an incarnation has no nonce in its name", "instance")(
     lambda instance: lambda replica, nonce: instance(replica, "0")
 )
 fault(
-    "ready records without the call's number",
-    "Keys.ready",
-    "Keys.readies",
-    scenario="ready before",
+    "ready records without the call's number", "Keys.ready", "Keys.readies", scenario="ready before"
 )(lambda name: lambda self, inst, call, *rank: name(self, inst, 0, *rank))
-fault(
-    "a nonce is tried again when the reply is lost",
-    "_at_most_once",
-    scenario="same nonce",
-)(lambda once: lambda create: create)
+fault("a nonce is tried again when the reply is lost", "_at_most_once", scenario="same nonce")(
+    lambda once: lambda create: create
+)
 fault("decisions are not guarded", "group_txn")(
     lambda make: (
         lambda *args: msgspec.structs.replace(
@@ -217,58 +211,43 @@ fault("decisions are not guarded", "group_txn")(
 )
 
 
-@fault(
-    "decisions hang on the lease of who decides",
-    "group_txn",
-)
-def _(make):
-    def faulty(view, seat, *args):
-        txn = make(view, seat, *args)
-        first = msgspec.structs.replace(txn.ops[0], lease_id=seat.lease_id)
-        return msgspec.structs.replace(txn, ops=(first, *txn.ops[1:]))
-
-    return faulty
+@instead("decisions hang on the lease of who decides", "group_txn")
+def _(make, view, seat, *args):
+    txn = make(view, seat, *args)
+    first = msgspec.structs.replace(txn.ops[0], lease_id=seat.lease_id)
+    return msgspec.structs.replace(txn, ops=(first, *txn.ops[1:]))
 
 
-@fault("an abort is told to nobody", "abort")
-def _(rule):
-    def faulty(view, seat, made, failure):
-        step = rule(view, seat, made, failure)
-        return Done(step.then(UNKNOWN)) if isinstance(step, Act) else step
-
-    return faulty
+@instead("an abort is told to nobody", "abort")
+def _(rule, view, seat, made, failure):
+    step = rule(view, seat, made, failure)
+    return Done(step.then(UNKNOWN)) if isinstance(step, Act) else step
 
 
-@fault("an abort undoes a call that has ended", "abort")
-def _(rule):
-    def faulty(view, seat, made, failure):
-        step = rule(view, seat, made, failure)
-        if isinstance(step, Done) and step.value.outcome.failure is None:
-            unended = msgspec.structs.replace(step.value, outcome=None)
-            with changed("recall", lambda _: lambda *_: unended):
-                return rule(view, seat, made, failure)
-        return step
-
-    return faulty
+@instead("an abort undoes a call that has ended", "abort")
+def _(rule, view, seat, made, failure):
+    step = rule(view, seat, made, failure)
+    if isinstance(step, Done) and step.value.outcome.failure is None:
+        unended = msgspec.structs.replace(step.value, outcome=None)
+        with changed("recall", lambda _: lambda *_: unended):
+            return rule(view, seat, made, failure)
+    return step
 
 
 fault("an aborted call leaves its holding", "_undo")(lambda undo: lambda seat, call: ())
 
 
-@fault("the second rank decides again", "decide")
-def _(rule):
-    def faulty(view, seat, call, effects):
-        found = calls.find(view, seat, call.number)
-        if found is None or found.by == seat.rank or found.outcome is not None:
-            return rule(view, seat, call, effects)
-        others = [c for c in seat_calls(view, seat) if c.number != call.number]
-        entry = msgspec.structs.replace(
-            view.entries[seat.decisions], value=records.Decisions(others).encode()
-        )
-        entries = {**view.entries, seat.decisions: entry}
-        return rule(msgspec.structs.replace(view, entries=entries), seat, call, effects)
-
-    return faulty
+@instead("the second rank decides again", "decide")
+def _(rule, view, seat, call, effects):
+    found = calls.find(view, seat, call.number)
+    if found is None or found.by == seat.rank or found.outcome is not None:
+        return rule(view, seat, call, effects)
+    others = [c for c in seat_calls(view, seat) if c.number != call.number]
+    entry = msgspec.structs.replace(
+        view.entries[seat.decisions], value=records.Decisions(others).encode()
+    )
+    entries = {**view.entries, seat.decisions: entry}
+    return rule(msgspec.structs.replace(view, entries=entries), seat, call, effects)
 
 
 def seat_calls(view, at):
@@ -280,46 +259,35 @@ fault("most ranks do not look what was decided", "look_up", "decide")(
 )
 
 
-@fault("ready: counted before it is put", "put_ready")
-def _(rule):
-    def faulty(*args, **kwargs):
-        step = rule(*args, **kwargs)
-        if not isinstance(step, Act):
-            return step
-        ops = sorted(step.txn.ops, key=lambda op: not isinstance(op, Count))
-        return Act(msgspec.structs.replace(step.txn, ops=tuple(ops)), step.then)
-
-    return faulty
-
-
-@fault(
-    "ready: a repeat after a lost reply waits for the peers",
-    "put_ready",
-    scenario="last reply",
-)
-def _(rule):
-    def faulty(view, seat, call, *args, **kwargs):
-        key = seat.keys.ready(seat.inst, call.number, seat.rank)
-        return Done(0) if key in view.entries else rule(view, seat, call, *args, **kwargs)
-
-    return faulty
-
-
-@fault("all ranks say they are the last", "put_ready", "readies")
-def _(rule):
-    def faulty(view, seat, call, *args, **kwargs):
-        step = rule(view, seat, call, *args, **kwargs)
-        if isinstance(step, Act):
-            return Act(step.txn, lambda _: 99)
-        if step == Done(None):
-            found = [
-                records.Ready.decode(entry.value, key).value
-                for key, entry in view.within(seat.keys.readies(seat.inst, call.number))
-            ]
-            return Done(records.Said({seat.rank: found[0]})) if found else step
+@instead("ready: counted before it is put", "put_ready")
+def _(rule, *args, **kwargs):
+    step = rule(*args, **kwargs)
+    if not isinstance(step, Act):
         return step
+    ops = sorted(step.txn.ops, key=lambda op: not isinstance(op, Count))
+    return Act(msgspec.structs.replace(step.txn, ops=tuple(ops)), step.then)
 
-    return faulty
+
+@instead(
+    "ready: a repeat after a lost reply waits for the peers", "put_ready", scenario="last reply"
+)
+def _(rule, view, seat, call, *args, **kwargs):
+    key = seat.keys.ready(seat.inst, call.number, seat.rank)
+    return Done(0) if key in view.entries else rule(view, seat, call, *args, **kwargs)
+
+
+@instead("all ranks say they are the last", "put_ready", "readies")
+def _(rule, view, seat, call, *args, **kwargs):
+    step = rule(view, seat, call, *args, **kwargs)
+    if isinstance(step, Act):
+        return Act(step.txn, lambda _: 99)
+    if step == Done(None):
+        found = [
+            records.Ready.decode(entry.value, key).value
+            for key, entry in view.within(seat.keys.readies(seat.inst, call.number))
+        ]
+        return Done(records.Said({seat.rank: found[0]})) if found else step
+    return step
 
 
 def overheard(steps, asked=lambda request: request, answered=lambda request, reply: reply):
@@ -345,70 +313,52 @@ def _(settle):
     return lambda *args: overheard(settle(*args), answered=answered)
 
 
-@fault("a watch begins one revision late", "Space.has_changed", scenario="looks away")
-def _(has_changed):
-    def faulty(self, watch):
-        # Not later than now: that would be told at once, as after a wipe.
-        late = watch.after_rev + (watch.after_rev < self.rev)
-        return has_changed(self, msgspec.structs.replace(watch, after_rev=late))
-
-    return faulty
+@instead("a watch begins one revision late", "Space.has_changed", scenario="looks away")
+def _(has_changed, self, watch):
+    # Not later than now: that would be told at once, as after a wipe.
+    late = watch.after_rev + (watch.after_rev < self.rev)
+    return has_changed(self, msgspec.structs.replace(watch, after_rev=late))
 
 
-@fault("who lost a race looks at what it saw before", "settle", scenario="two trainers")
-def _(settle):
-    def faulty(what, ranges, rule, first=None):
-        seen = first
+@instead("who lost a race looks at what it saw before", "settle", scenario="two trainers")
+def _(settle, what, ranges, rule, first=None):
+    seen = first
 
-        def answered(_, reply):
-            nonlocal seen
-            if isinstance(reply, View):
-                seen = reply
-            elif isinstance(reply, Reply) and reply.view is not None:
-                return msgspec.structs.replace(reply, view=seen)
-            return reply
+    def answered(_, reply):
+        nonlocal seen
+        if isinstance(reply, View):
+            seen = reply
+        elif isinstance(reply, Reply) and reply.view is not None:
+            return msgspec.structs.replace(reply, view=seen)
+        return reply
 
-        return overheard(settle(what, ranges, rule, first), answered=answered)
-
-    return faulty
+    return overheard(settle(what, ranges, rule, first), answered=answered)
 
 
 # Versions
 
-fault(
-    "publish: newer versions are not guarded",
-    "calls:publish",
-    scenario="two trainers",
-)(edited(guards=without(NoneNewer)))
-fault(
-    "publish: the version's record is not guarded",
-    "calls:publish",
-    scenario="two trainers",
-)(edited(guards=not_on("versions")))
-
-
-@fault(
-    "a number keeps its uid when nobody holds it",
-    "_fellow_publisher",
-    scenario="published again",
+fault("publish: newer versions are not guarded", "calls:publish", scenario="two trainers")(
+    edited(guards=without(NoneNewer))
 )
-def _(fellow):
-    def faulty(view, seat, version):
-        key = seat.keys.version(seat.run, version)
-        return fellow(view, seat, version) or (key if key in view.entries else "")
-
-    return faulty
+fault("publish: the version's record is not guarded", "calls:publish", scenario="two trainers")(
+    edited(guards=not_on("versions"))
+)
 
 
-@fault("a number that only readers hold is published again", "_fellow_publisher")
-def _(fellow):
-    def faulty(view, seat, version):
-        try:
-            return fellow(view, seat, version)
-        except calls.VersionConflict:
-            return ""
+@instead(
+    "a number keeps its uid when nobody holds it", "_fellow_publisher", scenario="published again"
+)
+def _(fellow, view, seat, version):
+    key = seat.keys.version(seat.run, version)
+    return fellow(view, seat, version) or (key if key in view.entries else "")
 
-    return faulty
+
+@instead("a number that only readers hold is published again", "_fellow_publisher")
+def _(fellow, view, seat, version):
+    try:
+        return fellow(view, seat, version)
+    except calls.VersionConflict:
+        return ""
 
 
 @fault("an error is decided from what the last call saw", "sure", scenario="seen before")
@@ -424,11 +374,9 @@ def _(shows):
     return lambda view, range_: True
 
 
-fault(
-    "a glimpse of who fills it is enough",
-    "_glimpsed",
-    scenario="few, not whole",
-)(lambda glimpsed: lambda view, keys, spec: glimpsed(said(view, b"filling", b"full"), keys, spec))
+fault("a glimpse of who fills it is enough", "_glimpsed", scenario="few, not whole")(
+    lambda glimpsed: lambda view, keys, spec: glimpsed(said(view, b"filling", b"full"), keys, spec)
+)
 fault("a glimpse of an older version is enough", "newest_record")(
     lambda newest: (
         lambda view, keys: min(
@@ -436,11 +384,7 @@ fault("a glimpse of an older version is enough", "newest_record")(
         )
     )
 )
-fault(
-    "the next older one is read from, whoever reads it",
-    "_by_place",
-    scenario="fed already",
-)(
+fault("the next older one is read from, whoever reads it", "_by_place", scenario="fed already")(
     lambda rule: (
         lambda view, seat, ref, candidates: rule(
             view,
@@ -472,30 +416,24 @@ def _(rule):
     return lambda *args: Wait(rule(*args).reason, ())
 
 
-@fault(
+@instead(
     "who completes a call relies on another to offer the version",
     "calls:complete",
     scenario="last offer",
 )
-def _(rule):
-    def faulty(view, *, seat, **kwargs):
-        own = lambda guard: "/holdings/" not in str(guard) or seat.inst in str(guard)
-        return edited(guards=own)(rule)(view, seat=seat, **kwargs)
-
-    return faulty
+def _(rule, view, *, seat, **kwargs):
+    own = lambda guard: "/holdings/" not in str(guard) or seat.inst in str(guard)
+    return edited(guards=own)(rule)(view, seat=seat, **kwargs)
 
 
-@fault(
+@instead(
     "of what has changed while somebody waits one thing is seen",
     "View.after",
     scenario="last change",
 )
-def _(after):
-    def faulty(view, changes):
-        one_thing = dict(list(changes.entries.items())[:1])
-        return after(view, msgspec.structs.replace(changes, entries=one_thing))
-
-    return faulty
+def _(after, view, changes):
+    one_thing = dict(list(changes.entries.items())[:1])
+    return after(view, msgspec.structs.replace(changes, entries=one_thing))
 
 
 def awake(op):
@@ -503,22 +441,17 @@ def awake(op):
 
 
 fault(
-    "who waits for a version does not see that a replica comes back",
-    "join",
-    scenario="comes back",
+    "who waits for a version does not see that a replica comes back", "join", scenario="comes back"
 )(edited(ops=awake))
 
 
 # Sources
 
 
-@fault("a younger replica is a source", "_is_source")
-def _(rule):
-    def faulty(*args):
-        *others, _ = args
-        return rule(*others, math.inf)
-
-    return faulty
+@instead("a younger replica is a source", "_is_source")
+def _(rule, *args):
+    *others, _ = args
+    return rule(*others, math.inf)
 
 
 fault(
@@ -535,29 +468,17 @@ fault(
 )
 
 
-@fault(
-    "summing up: a rank that is gone has nothing",
-    "Manifests._own_shards",
-    scenario="half there",
+@instead(
+    "summing up: a rank that is gone has nothing", "Manifests._own_shards", scenario="half there"
 )
-def _gone_has_nothing(_):
-    def own_shards(self, deadline):
-        return self.shards(self._group.seat.inst, deadline)
-
-    return own_shards
+def _gone_has_nothing(_, self, deadline):
+    return self.shards(self._group.seat.inst, deadline)
 
 
-@fault(
-    "a claim is not guarded on nobody being there",
-    "claim_of",
-    scenario="freed meanwhile",
-)
-def _(claim_of):
-    def faulty(*args, **kwargs):
-        guards, put = claim_of(*args, **kwargs)
-        return tuple(filter(without(Empty), guards)), put
-
-    return faulty
+@instead("a claim is not guarded on nobody being there", "claim_of", scenario="freed meanwhile")
+def _(claim_of, *args, **kwargs):
+    guards, put = claim_of(*args, **kwargs)
+    return tuple(filter(without(Empty), guards)), put
 
 
 fault("birth order does not predict", "_predicted", scenario="burst")(
@@ -574,14 +495,11 @@ fault("who was lost is a reader still", "candidates_of", scenario="place of the 
 )
 
 
-@fault("a suspicion is a verdict", "candidates_of", scenario="flaky")
-def _(rule):
-    def faulty(view, seat, ref, before, lost=()):
-        bad = sources.suspects(view, seat.keys)
-        found = rule(view, seat, ref, before, lost)
-        return {inst: candidate for inst, candidate in found.items() if inst not in bad}
-
-    return faulty
+@instead("a suspicion is a verdict", "candidates_of", scenario="flaky")
+def _(rule, view, seat, ref, before, lost=()):
+    bad = sources.suspects(view, seat.keys)
+    found = rule(view, seat, ref, before, lost)
+    return {inst: candidate for inst, candidate in found.items() if inst not in bad}
 
 
 @fault("a near source is a preference", "eligible_of", scenario="burst across")
@@ -589,34 +507,22 @@ def _(rule):
     return lambda view, seat, ref, candidates, tried: candidates
 
 
-@fault(
-    "a suspicion counts more than a datacenter",
-    "eligible_of",
-    scenario="suspected seed",
+@instead("a suspicion counts more than a datacenter", "eligible_of", scenario="suspected seed")
+def _(rule, view, seat, ref, candidates, tried):
+    bad = sources.suspects(view, seat.keys)
+    good = {inst: found for inst, found in candidates.items() if inst not in bad}
+    return rule(view, seat, ref, good or candidates, tried)
+
+
+@instead("a far trainer is as good as its copies", "_far", scenario="far copies")
+def _(rule, candidates):
+    originals = {i: found for i, found in candidates.items() if found.holding.is_original}
+    return originals or rule(candidates)
+
+
+fault("who reads from afar reads from whom does too", "_far", scenario="third datacenter")(
+    lambda rule: lambda candidates: candidates
 )
-def _(rule):
-    def faulty(view, seat, ref, candidates, tried):
-        bad = sources.suspects(view, seat.keys)
-        good = {inst: found for inst, found in candidates.items() if inst not in bad}
-        return rule(view, seat, ref, good or candidates, tried)
-
-    return faulty
-
-
-@fault("a far trainer is as good as its copies", "_far", scenario="far copies")
-def _(rule):
-    def faulty(candidates):
-        originals = {i: found for i, found in candidates.items() if found.holding.is_original}
-        return originals or rule(candidates)
-
-    return faulty
-
-
-fault(
-    "who reads from afar reads from whom does too",
-    "_far",
-    scenario="third datacenter",
-)(lambda rule: lambda candidates: candidates)
 
 
 @fault("a mute source is left for a far one", "is_to_be_left", scenario="mute seed")
@@ -631,72 +537,50 @@ fault(
 )(lambda _: lambda *_: True)
 
 
-@fault(
-    "among many, who is not seen is not there",
-    "elsewhere:has_other",
-    scenario="mute among many",
+@instead(
+    "among many, who is not seen is not there", "elsewhere:has_other", scenario="mute among many"
 )
-def _(rule):
-    def faulty(*args, **kwargs):
-        with changed("shows_whole", lambda _: lambda *_: True):
-            return rule(*args, **kwargs)
-
-    return faulty
+def _(rule, *args, **kwargs):
+    with changed("shows_whole", lambda _: lambda *_: True):
+        return rule(*args, **kwargs)
 
 
-@fault(
-    "a mute source is never left for a far one",
-    "FAR_SILENCE_S",
-    scenario="mute for long",
-)
+@fault("a mute source is never left for a far one", "FAR_SILENCE_S", scenario="mute for long")
 def _(silence_s):
     return math.inf
 
 
-@fault(
+@instead(
     "who is told to stop leaves before its peers know",
     "_Search.run",
     scenario="told to stop, and closes",
 )
-def _(run):
-    def faulty(self, lookout=None):
-        found = run(self, lookout)
-        return policy.Next() if found.said == following.STOPPED else found
-
-    return faulty
+def _(run, self, lookout=None):
+    found = run(self, lookout)
+    return policy.Next() if found.said == following.STOPPED else found
 
 
-fault(
-    "what a policy has chosen is the least that is read",
-    "Chosen.to_read",
-    scenario="chosen",
-)(lambda _: policy.Policy.to_read)
-fault(
-    "who holds nothing does not ask its policy",
-    "Chosen.is_asked_first",
-    scenario="chosen",
-)(lambda _: False)
+fault("what a policy has chosen is the least that is read", "Chosen.to_read", scenario="chosen")(
+    lambda _: policy.Policy.to_read
+)
+fault("who holds nothing does not ask its policy", "Chosen.is_asked_first", scenario="chosen")(
+    lambda _: False
+)
 
 
 fault("who waits does not hear of its peers", "_with_own", scenario="waits for versions")(
     lambda rule: lambda wait, seat: wait
 )
 fault(
-    "who comes second is not asked to stop",
-    "_Search.all_go_on",
-    scenario="slow rank told to stop",
+    "who comes second is not asked to stop", "_Search.all_go_on", scenario="slow rank told to stop"
 )(lambda rule: lambda *_: True)
 
 
+fault("an update gives up before all ranks have come", "_Search.all_go_on", scenario="missing")(
+    lambda rule: lambda *_: True
+)
 fault(
-    "an update gives up before all ranks have come",
-    "_Search.all_go_on",
-    scenario="missing",
-)(lambda rule: lambda *_: True)
-fault(
-    "what ends a call between two parts is told to nobody",
-    "end_for_all",
-    scenario="struck between",
+    "what ends a call between two parts is told to nobody", "end_for_all", scenario="struck between"
 )(lambda end: lambda *_, **__: None)
 fault(
     "a part that is refused too late ends the next call like it",
@@ -716,17 +600,14 @@ fault("who leaves a loop alone tells nobody", "collective:leave", scenario="leav
 )
 
 
-@fault(
+@instead(
     "peers that begin another loop are taken for those that go on",
     "gone_on",
     scenario="follows again",
 )
-def _(rule):
-    def faulty(view, seat, number, asked):
-        step = rule(view, seat, number, asked)
-        return Done(value=True) if isinstance(step, Done) else step
-
-    return faulty
+def _(rule, view, seat, number, asked):
+    step = rule(view, seat, number, asked)
+    return Done(value=True) if isinstance(step, Done) else step
 
 
 fault("who left a call out is taken for late", "is_left_out", scenario="left out")(
@@ -739,52 +620,37 @@ fault(
 )(lambda rule: True)
 
 
-@fault(
-    "a rank that is told to stop leaves by itself",
-    "newer_versions",
-    scenario="told to stop",
-)
-def _(made):
-    def faulty(shard, request, stop):
-        versions = made(shard, request, lambda: False)
-        while not stop():
-            yield next(versions)
-
-    return faulty
+@instead("a rank that is told to stop leaves by itself", "newer_versions", scenario="told to stop")
+def _(made, shard, request, stop):
+    versions = made(shard, request, lambda: False)
+    while not stop():
+        yield next(versions)
 
 
-@fault("a source is claimed with the decision", "calls:replicate", scenario="burst across")
-def _(rule):
-    def faulty(view, seat, call, spec, *, is_relay):
-        step = rule(view, seat, call, spec, is_relay=is_relay)
-        if not isinstance(step, Act):
-            return step
-        ref = versions.resolve(view, seat.keys, spec).ref
-        holdings = sources.seen_holdings(view, seat, ref)
-        inst = next(i for i, (held, _) in holdings.items() if held.state == "full")
-        place = keys_module.place(holdings[inst][0].datacenter, inst)
-        decided = msgspec.structs.replace(call, ref=ref).with_sources(place)
-        guards, claimed = sources.claim_of(view, seat, decided, place, is_free=False)
-        ops = (*step.txn.ops[1:], claimed)
-        return seat_module.recorded(view, seat, decided, guards, ops)
-
-    return faulty
+@instead("a source is claimed with the decision", "calls:replicate", scenario="burst across")
+def _(rule, view, seat, call, spec, *, is_relay):
+    step = rule(view, seat, call, spec, is_relay=is_relay)
+    if not isinstance(step, Act):
+        return step
+    ref = versions.resolve(view, seat.keys, spec).ref
+    holdings = sources.seen_holdings(view, seat, ref)
+    inst = next(i for i, (held, _) in holdings.items() if held.state == "full")
+    place = keys_module.place(holdings[inst][0].datacenter, inst)
+    decided = msgspec.structs.replace(call, ref=ref).with_sources(place)
+    guards, claimed = sources.claim_of(view, seat, decided, place, is_free=False)
+    ops = (*step.txn.ops[1:], claimed)
+    return seat_module.recorded(view, seat, decided, guards, ops)
 
 
-@fault("idle sources are claimed beside others who look", "_idle", scenario="burst")
-def _(rule):
-    def faulty(view, seat, ref, eligible, most):
-        alone = {seat.inst: sources.seen_holdings(view, seat, ref)[seat.inst]}
-        with changed("seen_holdings", lambda _: lambda *_: alone):
-            return rule(view, seat, ref, eligible, most)
-
-    return faulty
+@instead("idle sources are claimed beside others who look", "_idle", scenario="burst")
+def _(rule, view, seat, ref, eligible, most):
+    alone = {seat.inst: sources.seen_holdings(view, seat, ref)[seat.inst]}
+    with changed("seen_holdings", lambda _: lambda *_: alone):
+        return rule(view, seat, ref, eligible, most)
 
 
 fault(
-    "idle sources are claimed though others have come to look",
-    "claim",
-    scenario="alone no more",
+    "idle sources are claimed though others have come to look", "claim", scenario="alone no more"
 )(edited(guards=without(NoneNewer)))
 
 
@@ -813,31 +679,25 @@ def _(end):
     return lambda self, batches: end(self, [*batches[:1], *unasked(batches[1:])])
 
 
-@fault(
+@instead(
     "of several sources only the first is asked for its word",
     "ReadPass._end",
     scenario="second source",
 )
-def _(end):
-    def faulty(self, batches):
-        end(self, unasked(batches) if batches[0].supply else batches)
-
-    return faulty
+def _(end, self, batches):
+    end(self, unasked(batches) if batches[0].supply else batches)
 
 
-@fault(
+@instead(
     "the word is asked for before staged bytes have landed",
     "ReadPass._end",
     scenario="staged landing",
 )
-def _(end):
-    def faulty(self, batches):
-        for batch in batches:
-            for rank in batch.needs:
-                self._sources[batch.supply].ask(rank)
-        end(self, unasked(batches))
-
-    return faulty
+def _(end, self, batches):
+    for batch in batches:
+        for rank in batch.needs:
+            self._sources[batch.supply].ask(rank)
+    end(self, unasked(batches))
 
 
 fault(
@@ -847,11 +707,9 @@ fault(
 )(lambda read: lambda self, batch: read(self, dataclasses.replace(batch, is_repeated=False)))
 
 
-fault(
-    "what two publish under one number is not compared",
-    "require_equal",
-    scenario="other bytes",
-)(lambda _: lambda *_: None)
+fault("what two publish under one number is not compared", "require_equal", scenario="other bytes")(
+    lambda _: lambda *_: None
+)
 
 
 @fault("an older publisher is not asked again", "elder", scenario="older goes on")
@@ -873,35 +731,21 @@ fault(
 )(lambda _: lambda view, keys, ref: Done(None))
 
 
-@fault(
-    "a manifest that was read once is believed",
-    "Peers.state",
-    scenario="moved",
-)
-def _(shown):
-    def faulty(self, card, *others, **more):
-        known = {agent: dict(read) for agent, read in self._manifests.items() if read}
-        now = shown(self, card, *others, **more)
-        if now.manifest is None or now.agent not in known:
-            return now
-        return dataclasses.replace(now, manifest=next(iter(known[now.agent].values())))
-
-    return faulty
+@instead("a manifest that was read once is believed", "Peers.state", scenario="moved")
+def _(shown, self, card, *others, **more):
+    known = {agent: dict(read) for agent, read in self._manifests.items() if read}
+    now = shown(self, card, *others, **more)
+    if now.manifest is None or now.agent not in known:
+        return now
+    return dataclasses.replace(now, manifest=next(iter(known[now.agent].values())))
 
 
-@fault(
-    "the word does not name the call",
-    "mark",
-)
+@fault("the word does not name the call", "mark")
 def _(mark):
     return lambda uid, call: 1
 
 
-@fault(
-    "the word names the call, not the content",
-    "mark",
-    scenario="other version",
-)
+@fault("the word names the call, not the content", "mark", scenario="other version")
 def _(mark):
     return lambda uid, call: call
 
@@ -921,78 +765,51 @@ fault("progress counts blocks, not the prefix", "feed:_position")(
 )
 
 
-@fault(
-    "progress is told before it is certain",
-    "ReadPass.landed",
-    scenario="other version",
-)
-def _(landed):
-    def faulty(self, reads):
-        ends = Counter(self._batch_of[read] for read in reads)
-        for batch, count in ends.items():
-            if self._left[batch] == count:
-                done = self._progress.done.copy()
-                self._progress.add(self._phase.blocks[batch.blocks], 0)
-                self._progress.done[:] = done
-        landed(self, reads)
-
-    return faulty
+@instead("progress is told before it is certain", "ReadPass.landed", scenario="other version")
+def _(landed, self, reads):
+    ends = Counter(self._batch_of[read] for read in reads)
+    for batch, count in ends.items():
+        if self._left[batch] == count:
+            done = self._progress.done.copy()
+            self._progress.add(self._phase.blocks[batch.blocks], 0)
+            self._progress.done[:] = done
+    landed(self, reads)
 
 
-@fault(
-    "what was read of another version is kept",
-    "Replication.start",
-    scenario="other version",
-)
-def _(start):
-    def faulty(self, ref):
-        if self.ref is None:
-            start(self, ref)
-        self.ref = ref
-
-    return faulty
+@instead("what was read of another version is kept", "Replication.start", scenario="other version")
+def _(start, self, ref):
+    if self.ref is None:
+        start(self, ref)
+    self.ref = ref
 
 
-fault(
-    "a reader does not look whether it has its seat",
-    "feed:connect",
-    scenario="replaced reader",
-)(
+fault("a reader does not look whether it has its seat", "feed:connect", scenario="replaced reader")(
     lambda connect: (
         lambda peers, cards, source, deadline: connect(
             peers, cards, dataclasses.replace(source, check=lambda: None), deadline
         )
     )
 )
-fault(
-    "reads of a lost source are not ended",
-    "close_all",
-    scenario="late landing",
-)(lambda close_all: lambda reads: None)
+fault("reads of a lost source are not ended", "close_all", scenario="late landing")(
+    lambda close_all: lambda reads: None
+)
 
 fault(
-    "a source that does not answer is waited for",
-    "elsewhere:has_other",
-    scenario="stands still",
+    "a source that does not answer is waited for", "elsewhere:has_other", scenario="stands still"
 )(lambda rule: lambda *args, **options: Done(False))
 
 
 # Unpublishing
 
 fault(
-    "unpublish: nobody reading is not guarded",
-    "unpublish:unpublish",
-    scenario="claimed meanwhile",
+    "unpublish: nobody reading is not guarded", "unpublish:unpublish", scenario="claimed meanwhile"
 )(edited(guards=without(Empty)))
 
 
-@fault("unpublish: readers are not looked at", "unpublish:unpublish", scenario="drain")
-def _(rule):
-    def faulty(view, *args):
-        readers = [key for key in view.entries if "/readers/" in key]
-        return edited(guards=without(Empty))(rule)(unseen(view, *readers), *args)
-
-    return faulty
+@instead("unpublish: readers are not looked at", "unpublish:unpublish", scenario="drain")
+def _(rule, view, *args):
+    readers = [key for key in view.entries if "/readers/" in key]
+    return edited(guards=without(Empty))(rule)(unseen(view, *readers), *args)
 
 
 fault(
@@ -1002,13 +819,10 @@ fault(
 )(lambda name: lambda self, run, version, source: self.readers_of(run, version, source))
 
 
-@fault("unpublish waits without a bound", "unpublish:unpublish", scenario="stuck reader")
-def _(rule):
-    def faulty(*args, **kwargs):
-        step = rule(*args, **kwargs)
-        return step.wait if isinstance(step, WaitAtMost) else step
-
-    return faulty
+@instead("unpublish waits without a bound", "unpublish:unpublish", scenario="stuck reader")
+def _(rule, *args, **kwargs):
+    step = rule(*args, **kwargs)
+    return step.wait if isinstance(step, WaitAtMost) else step
 
 
 # Retention
@@ -1016,11 +830,9 @@ def _(rule):
 fault("the last copy is not kept", "keeping")(
     lambda keeping: lambda *args: dataclasses.replace(keeping(*args), is_needed=False)
 )
-fault(
-    "what a copy may go for is not guarded",
-    "keeping",
-    scenario="retained meanwhile",
-)(lambda keeping: lambda *args: dataclasses.replace(keeping(*args), guards=()))
+fault("what a copy may go for is not guarded", "keeping", scenario="retained meanwhile")(
+    lambda keeping: lambda *args: dataclasses.replace(keeping(*args), guards=())
+)
 fault("a witness may be draining", "retention:_counts", scenario="both drain")(
     lambda counts: lambda held: counts(held) or (held.state == "draining" and not held.spot)
 )
@@ -1035,30 +847,21 @@ fault("a spot replica is a witness", "retention:_counts", scenario="only on spot
 fault("a witness elsewhere is one here", "retained_here", scenario="kept here")(
     lambda _: lambda *_: iter(())
 )
+fault("the newest version anywhere is the newest here", "_keepers", scenario="kept here")(
+    lambda keepers: lambda view, keys, _: keepers(view, keys, None)
+)
 fault(
-    "the newest version anywhere is the newest here",
-    "_keepers",
-    scenario="kept here",
-)(lambda keepers: lambda view, keys, _: keepers(view, keys, None))
-fault(
-    "what another datacenter retains is retained here",
-    "Keys.retains",
-    scenario="kept elsewhere",
+    "what another datacenter retains is retained here", "Keys.retains", scenario="kept elsewhere"
 )(lambda _: lambda keys, _: txn.under(f"{keys.root}/retains/"))
 
 
-@fault(
-    "who begins to retain a version here is not heard of",
-    "keeping",
-    scenario="asked meanwhile",
+@instead(
+    "who begins to retain a version here is not heard of", "keeping", scenario="asked meanwhile"
 )
-def _(keeping):
-    def faulty(*args):
-        keep = keeping(*args)
-        guards = tuple(guard for guard in keep.guards if "/retains/" not in str(guard))
-        return dataclasses.replace(keep, guards=guards)
-
-    return faulty
+def _(keeping, *args):
+    keep = keeping(*args)
+    guards = tuple(guard for guard in keep.guards if "/retains/" not in str(guard))
+    return dataclasses.replace(keep, guards=guards)
 
 
 @fault("the own copy is the witness", "keeping")
@@ -1067,21 +870,16 @@ def _(keeping):
     return lambda view, keys, ref, dropped: keeping(view, keys, ref, nobody(dropped))
 
 
-@fault("a copy is offered before all ranks have theirs", "copied")
-def _(rule):
-    def faulty(view, seat, **kwargs):
-        step = rule(view, seat, **kwargs)
-        if isinstance(step, Wait):
-            return rule(view, dataclasses.replace(seat, world_size=1), **kwargs)
-        return step
-
-    return faulty
+@instead("a copy is offered before all ranks have theirs", "copied")
+def _(rule, view, seat, **kwargs):
+    step = rule(view, seat, **kwargs)
+    if isinstance(step, Wait):
+        return rule(view, dataclasses.replace(seat, world_size=1), **kwargs)
+    return step
 
 
 fault(
-    "a copy is offered behind the back of who ends its group",
-    "copied",
-    scenario="copied meanwhile",
+    "a copy is offered behind the back of who ends its group", "copied", scenario="copied meanwhile"
 )(edited(ops=lambda op: None if isinstance(op, Put) and "/decisions/" in op.key else op))
 fault("a copy is never released", "release")(
     lambda rule: lambda view, seat, ref, copy: Wait("", seat.own)
@@ -1090,22 +888,15 @@ fault("a copy is never released", "release")(
 # Readers in other datacenters, and copies for them
 
 
-@fault(
-    "a stream suspects who takes its tensors back",
-    "Filling._lose",
-    scenario="gone in order",
-)
+@fault("a stream suspects who takes its tensors back", "Filling._lose", scenario="gone in order")
 def _(lose):
     return lambda self, reason, deadline, **_: lose(self, reason, deadline)
 
 
-@fault("release drains the copy under far readers", "unpublish:_reading", scenario="taken back")
-def _(reading):
-    def faulty(view, readers):
-        near, far = reading(view, readers)
-        return (near + far, []) if "+" in readers.start else (near, far)
-
-    return faulty
+@instead("release drains the copy under far readers", "unpublish:_reading", scenario="taken back")
+def _(reading, view, readers):
+    near, far = reading(view, readers)
+    return (near + far, []) if "+" in readers.start else (near, far)
 
 
 fault("who looks for a source is forgotten", "_is_filled_afar", scenario="last of two")(
@@ -1113,29 +904,23 @@ fault("who looks for a source is forgotten", "_is_filled_afar", scenario="last o
 )
 
 
-@fault("who has not come to a copy is forgotten", "release", scenario="slow to come")
-def _(rule):
-    def faulty(view, seat, ref, copy):
-        of_copy = lambda keys, run, version, _: keys.readers_of(run, version, copy)
-        with changed("Keys.readers_of_any", lambda _: of_copy):
-            return rule(view, seat, ref, copy)
-
-    return faulty
+@instead("who has not come to a copy is forgotten", "release", scenario="slow to come")
+def _(rule, view, seat, ref, copy):
+    of_copy = lambda keys, run, version, _: keys.readers_of(run, version, copy)
+    with changed("Keys.readers_of_any", lambda _: of_copy):
+        return rule(view, seat, ref, copy)
 
 
-@fault("near readers are not waited for", "unpublish:_let_go", scenario="near and far")
-def _(rule):
-    def faulty(view, *args):
-        found = unpublish._reading
+@instead("near readers are not waited for", "unpublish:_let_go", scenario="near and far")
+def _(rule, view, *args):
+    found = unpublish._reading
 
-        def reading(*args):
-            near, far = found(*args)
-            return ([], near + far) if far else (near, far)
+    def reading(*args):
+        near, far = found(*args)
+        return ([], near + far) if far else (near, far)
 
-        with changed("unpublish:_reading", lambda _: reading):
-            return rule(view, *args)
-
-    return faulty
+    with changed("unpublish:_reading", lambda _: reading):
+        return rule(view, *args)
 
 
 fault("a near reader may come unseen", "unpublish:_let_go", scenario="comes last")(
@@ -1154,18 +939,14 @@ fault(
     "unpublish:_let_go",
     scenario="last of two",
 )(edited(guards=not_on("holdings")))
-fault(
-    "a copy is made for all who read from afar",
-    "keeping",
-    scenario="last of two",
-)(lambda keeping: lambda *args: dataclasses.replace(keeping(*args), is_elsewhere=False))
+fault("a copy is made for all who read from afar", "keeping", scenario="last of two")(
+    lambda keeping: lambda *args: dataclasses.replace(keeping(*args), is_elsewhere=False)
+)
 for optional in ("no memory", "no memory for a copy"):
     is_needed = "" if optional == "no memory" else " that is needed"
 
     @fault(
-        f"without memory for a copy{is_needed} an unpublish fails",
-        "do_without",
-        scenario=optional,
+        f"without memory for a copy{is_needed} an unpublish fails", "do_without", scenario=optional
     )
     def _(_):
         def faulty(*_, **__):
@@ -1173,17 +954,14 @@ for optional in ("no memory", "no memory for a copy"):
 
         return faulty
 
-    @fault(
+    @instead(
         f"a peer's want of memory for a copy{is_needed} is not heard of",
         "copied",
         scenario=optional,
     )
-    def _(rule):
-        def faulty(view, seat, **kwargs):
-            with changed("seat:find", lambda _: lambda *_: None):
-                return rule(view, seat, **kwargs)
-
-        return faulty
+    def _(rule, view, seat, **kwargs):
+        with changed("seat:find", lambda _: lambda *_: None):
+            return rule(view, seat, **kwargs)
 
 
 fault("a copy that is forgone is tried again", "_may_lose", scenario=optional)(
@@ -1194,13 +972,10 @@ fault("no copy is made of what is retained", "_may_lose", scenario="only on spot
 )
 
 
-@fault("what is suspected retires older ones", "_keepers", scenario="suspected newer")
-def _(keepers):
-    def faulty(*args):
-        with changed("suspects", lambda _: lambda *_: set()):
-            return keepers(*args)
-
-    return faulty
+@instead("what is suspected retires older ones", "_keepers", scenario="suspected newer")
+def _(keepers, *args):
+    with changed("suspects", lambda _: lambda *_: set()):
+        return keepers(*args)
 
 
 fault("what may go is gone", "_keepers", scenario="suspected before")(
@@ -1216,25 +991,17 @@ fault("who reads does not know what lingers", "Source.insts", scenario="drains a
 )
 
 
-@fault(
-    "an archiver is stayed for with what is wanted here",
-    "_awaited",
-    scenario="archived elsewhere",
+@instead(
+    "an archiver is stayed for with what is wanted here", "_awaited", scenario="archived elsewhere"
 )
-def _(awaited):
-    def faulty(view, each, inst, keep):
-        return awaited(view, each, inst, dataclasses.replace(keep, only_in=None))
-
-    return faulty
+def _(awaited, view, each, inst, keep):
+    return awaited(view, each, inst, dataclasses.replace(keep, only_in=None))
 
 
-@fault("an archiver speaks once", "Archives._say", scenario="archiver comes back")
-def _(say):
-    def faulty(self, ref, timeout_s):
-        if self._said is None or self._said[1] != ref:
-            say(self, ref, timeout_s)
-
-    return faulty
+@instead("an archiver speaks once", "Archives._say", scenario="archiver comes back")
+def _(say, self, ref, timeout_s):
+    if self._said is None or self._said[1] != ref:
+        say(self, ref, timeout_s)
 
 
 # Membership
@@ -1265,20 +1032,15 @@ fault("closing does not guard the decisions", "membership:leave", scenario="clos
 )
 
 
-@fault(
-    "closing ends the incarnation that it knew",
-    "membership:leave",
-    scenario="closed coming back",
+@instead(
+    "closing ends the incarnation that it knew", "membership:leave", scenario="closed coming back"
 )
-def _(rule):
-    def faulty(view, seat, note_lease_id):
-        step = rule(view, seat, note_lease_id)
-        if isinstance(step, Done):
-            return step
-        known = (Delete(one(key)) for key in membership.records_of(view, seat.keys, seat.inst))
-        return Act(Txn(step.txn.guards, (step.txn.ops[0], *known)), step.then)
-
-    return faulty
+def _(rule, view, seat, note_lease_id):
+    step = rule(view, seat, note_lease_id)
+    if isinstance(step, Done):
+        return step
+    known = (Delete(one(key)) for key in membership.records_of(view, seat.keys, seat.inst))
+    return Act(Txn(step.txn.guards, (step.txn.ops[0], *known)), step.then)
 
 
 fault("whose open is interrupted tells nobody", "call_off", scenario="struck in open")(
@@ -1291,27 +1053,21 @@ fault(
 )(lambda _: lambda _: False)
 
 
-@fault(
+@instead(
     "whose open is interrupted tells only those that wait",
     "call_off",
     scenario="struck at the end of open",
 )
-def _(rule):
-    def faulty(view, who, failure, note_lease_id):
-        group = records.GroupRecord.at(view, who.group)
-        is_over = group is not None and group.is_complete
-        return Done(None) if is_over else rule(view, who, failure, note_lease_id)
-
-    return faulty
+def _(rule, view, who, failure, note_lease_id):
+    group = records.GroupRecord.at(view, who.group)
+    is_over = group is not None and group.is_complete
+    return Done(None) if is_over else rule(view, who, failure, note_lease_id)
 
 
-@fault("nobody watches the neighbour", "watch_over", scenario="dies")
-def _(rule):
-    def faulty(view, seat):
-        step = rule(view, seat)
-        return Wait("", (calls.one(seat.group),)) if step == Done(None) else step
-
-    return faulty
+@instead("nobody watches the neighbour", "watch_over", scenario="dies")
+def _(rule, view, seat):
+    step = rule(view, seat)
+    return Wait("", (calls.one(seat.group),)) if step == Done(None) else step
 
 
 def unfenced(own_group):
@@ -1326,40 +1082,23 @@ def unfenced(own_group):
     return faulty
 
 
-fault(
-    "a fenced incarnation does not notice",
-    "own_group",
-)(unfenced)
+fault("a fenced incarnation does not notice", "own_group")(unfenced)
 
 
-@fault(
-    "a group is complete before all have come",
-    "join",
-    scenario="comes late",
-)
-def _(rule):
-    def faulty(view, who, nonce):
-        step = rule(view, who, nonce)
-        if isinstance(step, Wait) and "has ranks" in step.reason:
-            group = records.GroupRecord.decode(view.entries[who.group].value, who.group)
-            return Done(membership.Joined(group, 1, is_complete=True))
-        return step
-
-    return faulty
+@instead("a group is complete before all have come", "join", scenario="comes late")
+def _(rule, view, who, nonce):
+    step = rule(view, who, nonce)
+    if isinstance(step, Wait) and "has ranks" in step.reason:
+        group = records.GroupRecord.decode(view.entries[who.group].value, who.group)
+        return Done(membership.Joined(group, 1, is_complete=True))
+    return step
 
 
-@fault(
-    "a rank that lost its seat does not come back",
-    "find_group",
-    scenario="comes back",
-)
-def _(rule):
-    def faulty(view, who):
-        if who.left_behind:
-            raise membership.Fenced(who.replica, "it is over")
-        return rule(view, who)
-
-    return faulty
+@instead("a rank that lost its seat does not come back", "find_group", scenario="comes back")
+def _(rule, view, who):
+    if who.left_behind:
+        raise membership.Fenced(who.replica, "it is over")
+    return rule(view, who)
 
 
 @fault("ranks that come back bring nothing", "adopted")
@@ -1367,74 +1106,56 @@ def _(adopted):
     return lambda shards: ([], None)
 
 
-@fault(
+@instead(
     "ranks that come back: whoever holds something is believed",
     "adopted",
     scenario="who is believed",
 )
-def _(adopted):
-    def faulty(shards):
-        calls, kept = adopted(shards)
-        return calls, kept or next((s.kept for s in shards if s.kept is not None), None)
-
-    return faulty
+def _(adopted, shards):
+    calls, kept = adopted(shards)
+    return calls, kept or next((s.kept for s in shards if s.kept is not None), None)
 
 
 @fault(
-    "ranks that come back: one that knows less is believed",
-    "adopted",
-    scenario="who is believed",
+    "ranks that come back: one that knows less is believed", "adopted", scenario="who is believed"
 )
 def _(adopted):
     return lambda shards: (adopted(shards)[0], shards[0].kept)
 
 
-@fault(
+@instead(
     "ranks that come back: nobody need be in the call that brought it",
     "adopted",
     scenario="who is believed",
 )
-def _(adopted):
-    def faulty(shards):
-        calls, _ = adopted(shards)
-        last = max((call.number for call in calls), default=0)
-        knowing = [s for s in shards if last in {call.number for call in s.ended}]
-        return calls, (knowing or shards)[0].kept
-
-    return faulty
+def _(adopted, shards):
+    calls, _ = adopted(shards)
+    last = max((call.number for call in calls), default=0)
+    knowing = [s for s in shards if last in {call.number for call in s.ended}]
+    return calls, (knowing or shards)[0].kept
 
 
-@fault(
-    "ranks that come back: the calls that ended are forgotten",
-    "adopted",
-    scenario="took back",
-)
+@fault("ranks that come back: the calls that ended are forgotten", "adopted", scenario="took back")
 def _(adopted):
     return lambda shards: ([], adopted(shards)[1])
 
 
-@fault("what the owner took back is not noted", "Ledger.forget", scenario="took back")
-def _(forget):
-    def faulty(self, counted=None):
-        ended = list(self.ended)
-        result = forget(self, counted)
-        self.ended.clear()
-        self.ended.extend(ended)
-        return result
-
-    return faulty
+@instead("what the owner took back is not noted", "Ledger.forget", scenario="took back")
+def _(forget, self, counted=None):
+    ended = list(self.ended)
+    result = forget(self, counted)
+    self.ended.clear()
+    self.ended.extend(ended)
+    return result
 
 
-@fault("what the owner took back is still held", "Ledger.forget")
-def _(forget):
-    def faulty(self, counted=None):
-        held = self.held
-        result = forget(self, counted)
-        if result is not False:
-            self.held = held
-        return result
-
-    return faulty
+@instead("what the owner took back is still held", "Ledger.forget")
+def _(forget, self, counted=None):
+    held = self.held
+    result = forget(self, counted)
+    if result is not False:
+        self.held = held
+    return result
 
 
 @fault(
@@ -1446,51 +1167,40 @@ def _(must_copy):
     return lambda self: None
 
 
-@fault(
-    "a copy at each unpublish while etcd is away",
-    "Ledger.must_copy",
-    scenario="retained meanwhile",
+@instead(
+    "a copy at each unpublish while etcd is away", "Ledger.must_copy", scenario="retained meanwhile"
 )
-def _(must_copy):
-    def faulty(self):
-        if self.unfinished is not None:
-            is_unwaited = self.unfinished.life is CallLife.UNWAITED
-            self.unfinished.life = CallLife.READY_UNWAITED if is_unwaited else CallLife.READY
-        return must_copy(self)
-
-    return faulty
+def _(must_copy, self):
+    if self.unfinished is not None:
+        is_unwaited = self.unfinished.life is CallLife.UNWAITED
+        self.unfinished.life = CallLife.READY_UNWAITED if is_unwaited else CallLife.READY
+    return must_copy(self)
 
 
-@fault(
+@instead(
     "a call that was not waited for uses no number",
     "Ledger.goes_on_without",
     scenario="half cut off",
 )
-def _(goes_on_without):
-    def faulty(self, call):
-        made = self.calls_made
-        is_done = goes_on_without(self, call)
-        if is_done:
-            self.calls_made, call.life = made, CallLife.NEW
-        return is_done
-
-    return faulty
+def _(goes_on_without, self, call):
+    made = self.calls_made
+    is_done = goes_on_without(self, call)
+    if is_done:
+        self.calls_made, call.life = made, CallLife.NEW
+    return is_done
 
 
-@fault(
+@instead(
     "what was given up before a publication without etcd stays open",
     "Ledger.goes_on_without",
     scenario="given up before",
 )
-def _(goes_on_without):
-    def faulty(self, call):
-        before, self.unfinished = self.unfinished, None
-        is_done = goes_on_without(self, call)
-        if not is_done:
-            self.unfinished = before
-        return is_done
-
-    return faulty
+def _(goes_on_without, self, call):
+    before, self.unfinished = self.unfinished, None
+    is_done = goes_on_without(self, call)
+    if not is_done:
+        self.unfinished = before
+    return is_done
 
 
 @fault(
@@ -1511,11 +1221,7 @@ def _(_):
     return lambda self, _: self._since_s.clear()
 
 
-@fault(
-    "who did not wait for a call is waited for",
-    "Seat.done_by",
-    scenario="does not wait",
-)
+@fault("who did not wait for a call is waited for", "Seat.done_by", scenario="does not wait")
 def _(done_by):
     return lambda self, call: {}
 
@@ -1529,32 +1235,23 @@ def _(not_waited_for):
     return None
 
 
-@fault(
-    "what was not waited for is not brought along",
-    "not_waited_for",
-    scenario="held when back",
-)
+@fault("what was not waited for is not brought along", "not_waited_for", scenario="held when back")
 def _(rule):
     return lambda shards: None
 
 
-@fault(
+@instead(
     "what is published again without etcd has the number of before",
     "Ledger.number_unbegun",
     scenario="trains on",
 )
-def _(unbegun):
-    def faulty(self, kind, asked):
-        same = (one.number for one in self.ended if (one.kind, one.asked) == (kind, asked))
-        return next(same, unbegun(self, kind, asked))
-
-    return faulty
+def _(unbegun, self, kind, asked):
+    same = (one.number for one in self.ended if (one.kind, one.asked) == (kind, asked))
+    return next(same, unbegun(self, kind, asked))
 
 
 @fault(
-    "what one rank alone did not wait for is offered",
-    "not_waited_for",
-    scenario="who is believed",
+    "what one rank alone did not wait for is offered", "not_waited_for", scenario="who is believed"
 )
 def _(rule):
     return lambda shards: next((shard.ready for shard in shards if shard.ready), None)
@@ -1562,22 +1259,13 @@ def _(rule):
 
 # Coverage
 
-fault(
-    "coverage is not asked",
-    "require_whole",
-    "is_whole",
-    scenario="lacks a cell",
-)(lambda _: lambda layouts: True)
-fault(
-    "coverage is not asked of a part that was asked for",
-    "is_whole",
-    scenario="a part is read",
-)(lambda _: lambda layouts: True)
-fault(
-    "answers name tensors, and no boxes",
-    "sharding",
-    scenario="lacks a cell",
-)(
+fault("coverage is not asked", "require_whole", "is_whole", scenario="lacks a cell")(
+    lambda _: lambda layouts: True
+)
+fault("coverage is not asked of a part that was asked for", "is_whole", scenario="a part is read")(
+    lambda _: lambda layouts: True
+)
+fault("answers name tensors, and no boxes", "sharding", scenario="lacks a cell")(
     lambda sharding: (
         lambda layout: dataclasses.replace(
             sharding(layout), digest=manifest.logical([layout]).digest
@@ -1602,37 +1290,25 @@ def _of_all(layout):
     )
 
 
-@fault(
-    "answers are kept before anybody has looked",
-    "Manifests.together",
-    scenario="lacks a cell",
+@instead(
+    "answers are kept before anybody has looked", "Manifests.together", scenario="lacks a cell"
 )
-def _(together):
-    def faulty(self, tensors, said, deadline, **options):
-        try:
-            return together(self, tensors, said, deadline, **options)
-        except BaseException:  # it had noted already what it was about to prove
-            layout = manifest.logical([tensors.layout]).digest
-            self._group.ledger._layouts[records.answers_of(said)] = layout
-            raise
-
-    return faulty
+def _(together, self, tensors, said, deadline, **options):
+    try:
+        return together(self, tensors, said, deadline, **options)
+    except BaseException:  # it had noted already what it was about to prove
+        layout = manifest.logical([tensors.layout]).digest
+        self._group.ledger._layouts[records.answers_of(said)] = layout
+        raise
 
 
-@fault(
-    "answers that lack something are a version's",
-    "calls:complete",
-    scenario="a part is read",
-)
-def _(rule):
-    def faulty(view, seat, call, end, *args, **kwargs):
-        if call.kind == "replicate" and not end.said:
-            key = seat.keys.version(call.ref.run, call.ref.version)
-            layout = records.VersionRecord.decode(view.entries[key].value, key).layout
-            end = msgspec.structs.replace(end, said=layout)
-        return rule(view, seat, call, end, *args, **kwargs)
-
-    return faulty
+@instead("answers that lack something are a version's", "calls:complete", scenario="a part is read")
+def _(rule, view, seat, call, end, *args, **kwargs):
+    if call.kind == "replicate" and not end.said:
+        key = seat.keys.version(call.ref.run, call.ref.version)
+        layout = records.VersionRecord.decode(view.entries[key].value, key).layout
+        end = msgspec.structs.replace(end, said=layout)
+    return rule(view, seat, call, end, *args, **kwargs)
 
 
 @fault(
@@ -1644,96 +1320,68 @@ def _(answers_of):
     return lambda said: ""  # as an end has that nobody knows
 
 
-@fault(
+@instead(
     "what is shown without etcd is taken for what was shown before",
     "Ledger.brought",
     scenario="a part unseen",
 )
-def _(brought):
-    def faulty(self, shard):
-        told, changes = brought(self, shard)
-        return msgspec.structs.replace(told, answer=self._said[0]), changes
-
-    return faulty
+def _(brought, self, shard):
+    told, changes = brought(self, shard)
+    return msgspec.structs.replace(told, answer=self._said[0]), changes
 
 
-@fault(
-    "a copy is made of what may be a part",
-    "Attempt.may_end_well",
-    scenario="a part is copied",
-)
+@fault("a copy is made of what may be a part", "Attempt.may_end_well", scenario="a part is copied")
 def _(note):
     return lambda self, ref, value, layout: note(self, ref, value, layout or value)
 
 
-@fault("an end is learned without a seat", "Ledger.learn", scenario="late answer")
-def _(learn):
-    def faulty(self, call, outcome, seat):
-        standing, mine = self.standing, self.seat
-        self.standing, self.seat = ledger.Standing(), seat
-        try:
-            learn(self, call, outcome, seat)
-        finally:
-            self.standing, self.seat = standing, mine
-
-    return faulty
+@instead("an end is learned without a seat", "Ledger.learn", scenario="late answer")
+def _(learn, self, call, outcome, seat):
+    standing, mine = self.standing, self.seat
+    self.standing, self.seat = ledger.Standing(), seat
+    try:
+        learn(self, call, outcome, seat)
+    finally:
+        self.standing, self.seat = standing, mine
 
 
 # Ranks that are out of step
 
 
-@fault("who skips a call leaves its word", "OwnWord.skip", scenario="unpublished alone")
-def _(skip):
-    def faulty(self, learn):
-        mailbox = self._mailbox
+@instead("who skips a call leaves its word", "OwnWord.skip", scenario="unpublished alone")
+def _(skip, self, learn):
+    mailbox = self._mailbox
 
-        def serve(*args):  # of another call
-            del mailbox.void, mailbox.serve
-            mailbox.serve(*args)
+    def serve(*args):  # of another call
+        del mailbox.void, mailbox.serve
+        mailbox.serve(*args)
 
-        mailbox.void, mailbox.serve = (lambda: None), serve
-        learn()
-
-    return faulty
+    mailbox.void, mailbox.serve = (lambda: None), serve
+    learn()
 
 
-@fault(
-    "who skips a call that failed holds nothing any more",
-    "OwnWord.skip",
-    scenario="failed before",
+@instead(
+    "who skips a call that failed holds nothing any more", "OwnWord.skip", scenario="failed before"
 )
-def _(skip):
-    def faulty(self, learn):
-        self.void()
-        learn()
-
-    return faulty
+def _(skip, self, learn):
+    self.void()
+    learn()
 
 
-@fault(
-    "a call that was skipped uses no number",
-    "GroupCall._found",
-    scenario="failed before",
-)
-def _(found):
-    def faulty(self, call):
-        try:
-            found(self, call)
-        except call_module.Missed:
-            self.life, self._ledger.calls_made = CallLife.PASSED, self.number - 1
-            raise
-
-    return faulty
+@instead("a call that was skipped uses no number", "GroupCall._found", scenario="failed before")
+def _(found, self, call):
+    try:
+        found(self, call)
+    except call_module.Missed:
+        self.life, self._ledger.calls_made = CallLife.PASSED, self.number - 1
+        raise
 
 
-@fault("a missed unpublish is another call", "meet", scenario="unpublished alone")
-def _(meet):
-    def faulty(call, *args, **options):
-        met = meet(call, *args, **options)
-        is_missed = call.kind == "unpublish" and met is not Meeting.SAME
-        return Meeting.OTHER if is_missed else met
-
-    return faulty
+@instead("a missed unpublish is another call", "meet", scenario="unpublished alone")
+def _(meet, call, *args, **options):
+    met = meet(call, *args, **options)
+    is_missed = call.kind == "unpublish" and met is not Meeting.SAME
+    return Meeting.OTHER if is_missed else met
 
 
 @fault(
@@ -1746,9 +1394,7 @@ def _(have_all_begun):
 
 
 @fault(
-    "a call of dcp that never comes is waited for",
-    "Beginnings._look_after",
-    scenario="never comes",
+    "a call of dcp that never comes is waited for", "Beginnings._look_after", scenario="never comes"
 )
 def _(look_after):
     return lambda self, one: None
@@ -1757,12 +1403,9 @@ def _(look_after):
 # Reads that are served later
 
 
-fault(
-    "serve without proof",
-    "first_changed",
-    "first_difference",
-    scenario="serves",
-)(lambda compare: lambda *_: None)
+fault("serve without proof", "first_changed", "first_difference", scenario="serves")(
+    lambda compare: lambda *_: None
+)
 
 
 fault(
@@ -1777,15 +1420,12 @@ fault("serve: the ranks' digests are not added up", "first_difference", scenario
 )
 
 
-@fault("serve: only the number is compared", "serving:serve", scenario="served anew")
-def _(rule):
-    def faulty(view, seat, call, ref):
-        held = seat_module.holding_put(view, seat, ref, calls.filling(seat, call, ref))
-        guards = (view.unchanged(seat.keys.version(ref.run, ref.version)),)
-        decided = msgspec.structs.replace(call, ref=ref)
-        return seat_module.recorded(view, seat, decided, guards, (held,))
-
-    return faulty
+@instead("serve: only the number is compared", "serving:serve", scenario="served anew")
+def _(rule, view, seat, call, ref):
+    held = seat_module.holding_put(view, seat, ref, calls.filling(seat, call, ref))
+    guards = (view.unchanged(seat.keys.version(ref.run, ref.version)),)
+    decided = msgspec.structs.replace(call, ref=ref)
+    return seat_module.recorded(view, seat, decided, guards, (held,))
 
 
 fault("serve: the version's record is not guarded", "serving:serve", scenario="served anew")(
@@ -1803,16 +1443,14 @@ fault(
 # Streams
 
 
-fault(
-    "stream: handed out before the word",
-    "Following.ask",
-    scenario="streamed beside a write",
-)(lambda ask: lambda self, rank: None if type(self._progress) is feed.Arrivals else ask(self, rank))
+fault("stream: handed out before the word", "Following.ask", scenario="streamed beside a write")(
+    lambda ask: (
+        lambda self, rank: None if type(self._progress) is feed.Arrivals else ask(self, rank)
+    )
+)
 
 fault(
-    "stream: the record is kept while the consumer sleeps",
-    "IDLE_S",
-    scenario="sleeping consumer",
+    "stream: the record is kept while the consumer sleeps", "IDLE_S", scenario="sleeping consumer"
 )(lambda idle_s: 1000.0)
 
 
@@ -1826,19 +1464,14 @@ def _(await_room):
 
 
 @fault(
-    "stream: reads of a lost source are not ended",
-    "close_all",
-    scenario="streamed from another",
+    "stream: reads of a lost source are not ended", "close_all", scenario="streamed from another"
 )
 def _(close_all):
     return lambda reads: None
 
 
 @fault(
-    "stream: a number stands for its content",
-    "choose",
-    "rules:attach",
-    scenario="streamed anew",
+    "stream: a number stands for its content", "choose", "rules:attach", scenario="streamed anew"
 )
 def _(rule):
     @functools.wraps(rule)
@@ -1851,81 +1484,64 @@ def _(rule):
     return faulty
 
 
-@fault(
+@instead(
     "stream: a record that was put without an answer is taken for a source",
     "rules:attach",
     scenario="streamed after a lost reply",
 )
-def _(attach):
-    def faulty(view, seat, ref, place, reader, lease_id):
-        key, source = seat.keys.holding_at(ref.run, ref.version, place), keys_module.inst_at(place)
-        there, entry = view.get(reader), view.get(key)
-        if entry is None or there is None or there.lease_id != lease_id:
-            return attach(view, seat, ref, place, reader, lease_id)
-        shards = dict(view.within(seat.keys.shards(source)))
-        holding = records.Holding.decode(entry.value, key)
-        return Done(sources.learned(source, holding, entry.create_rev, shards))
-
-    return faulty
+def _(attach, view, seat, ref, place, reader, lease_id):
+    key, source = seat.keys.holding_at(ref.run, ref.version, place), keys_module.inst_at(place)
+    there, entry = view.get(reader), view.get(key)
+    if entry is None or there is None or there.lease_id != lease_id:
+        return attach(view, seat, ref, place, reader, lease_id)
+    shards = dict(view.within(seat.keys.shards(source)))
+    holding = records.Holding.decode(entry.value, key)
+    return Done(sources.learned(source, holding, entry.create_rev, shards))
 
 
-@fault("stream: its record stays", "Filling._leave", scenario="dropped stream")
-def _(leave):
-    def faulty(self):
-        self._at = self._session = None
-
-    return faulty
+@instead("stream: its record stays", "Filling._leave", scenario="dropped stream")
+def _(leave, self):
+    self._at = self._session = None
 
 
-@fault(
-    "stream: its record hangs on the lease of its rank",
-    "Filling._lease",
-    scenario="dropped stream",
+@instead(
+    "stream: its record hangs on the lease of its rank", "Filling._lease", scenario="dropped stream"
 )
-def _(lease):
-    def faulty(self, deadline):
-        group = self._group
+def _(lease, self, deadline):
+    group = self._group
 
-        class Rank:
-            lease_id = group.seat.lease_id
-            is_valid = group.session.is_valid
+    class Rank:
+        lease_id = group.seat.lease_id
+        is_valid = group.session.is_valid
 
-            def close(self):
-                pass
+        def close(self):
+            pass
 
-        return Rank()
-
-    return faulty
+    return Rank()
 
 
 # Calls without etcd
 
 
-@fault(
+@instead(
     "a call without etcd is a part of the one in which it is ended",
     "GroupCall.fresh",
     scenario="given up before",
 )
-def _(_fresh):
-    def faulty(self, at_ms):
-        made = self._ledger.part(self._part)
-        return msgspec.structs.replace(made, at_ms=at_ms, traceparent=self.traceparent)
-
-    return faulty
+def _(_fresh, self, at_ms):
+    made = self._ledger.part(self.part)
+    return msgspec.structs.replace(made, at_ms=at_ms, traceparent=self.traceparent)
 
 
-@fault(
+@instead(
     "a collector clears a version that is served meanwhile",
     "_old_versions",
     scenario="cleared meanwhile",
 )
-def _(old_versions):
-    def faulty(view, keys, held):
-        for each in old_versions(view, keys, held):
-            guards = tuple(filter(without(Empty), each.guards))
-            yield dataclasses.replace(each, guards=guards)
-
-    return faulty
+def _(old_versions, view, keys, held):
+    for each in old_versions(view, keys, held):
+        guards = tuple(filter(without(Empty), each.guards))
+        yield dataclasses.replace(each, guards=guards)
 
 
 @contextmanager

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from afar import SLOW_S, SOON_S, _copies, _reading, _size
-from checks import Broken, demand
+from checks import demand, never
 from replicas import Process
-from scenes import SCENES, Scene, publish, puts, replicate, unpublish
+from scenes import SCENES, Scene, named, publish, puts, replicate, unpublish
 
 from torch_ros.errors import TorchRosError
 from torch_ros.protocol import keys as k
@@ -131,10 +131,8 @@ def closes_here(scene: Scene) -> None:
     def come(me: Process) -> None:
         scene.reach("r1")
         scene.when(lambda: scene.seen["lingers"], "lingering", 20.0)
-        try:
+        with never(TorchRosError, "I4: version 1 is lost here"):
             replicate(me, 1, timeout_s=10)
-        except TorchRosError as error:
-            raise Broken(f"I4: version 1 is lost here: {error}") from error
         demand(_sources(scene, "r1") <= {"r+"}, f"I4: {_sources(scene, 'r1')} were read from")
 
     scene.start("t", lambda me: (_publish_two(me), scene.until("r closed")), datacenter="west")
@@ -145,9 +143,4 @@ def closes_here(scene: Scene) -> None:
     scene.play()
 
 
-SCENES |= {
-    "kept here": kept_here,
-    "kept elsewhere": kept_elsewhere,
-    "asked meanwhile": asked_meanwhile,
-    "closes here": closes_here,
-}
+SCENES |= named(kept_here, kept_elsewhere, asked_meanwhile, closes_here)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from checks import demand
+from checks import demand, never
 from replicas import Process
 from scenes import SCENES, Scene, publish, unpublish
 
@@ -101,10 +101,8 @@ def stops(scene: Scene, *, closes: bool = False) -> None:
 
 def _or_says(follow: Callable[[Process], None]) -> Callable[[Process], None]:
     def say(me: Process) -> None:
-        try:
+        with never(TorchRosError, f"I6: {me} was told"):
             follow(me)
-        except TorchRosError as error:
-            demand(False, f"I6: {me} was told {error!r}")
 
     return say
 
@@ -140,8 +138,7 @@ def slow_rank_stops(scene: Scene) -> None:
             unpublish(me)
 
     scene.start("t", train, size=1)
-    scene.start("r", _or_says(follow), size=2)
-    scene.play()
+    scene.play(2, r=_or_says(follow))
     demand(told[0] == [1, 2], f"I6: its peers stopped after {told[0]}")
 
 

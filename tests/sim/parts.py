@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from checks import demand
+from checks import demand, never
 from replicas import Process
-from scenes import SCENES, Scene, publish, replicate, unpublish
+from scenes import SCENES, Scene, meet, named, publish, replicate, unpublish
 
 from torch_ros.errors import CallAborted, DeadlineExceeded, TorchRosError, UsageError
 from torch_ros.protocol.records import Asked
@@ -39,22 +39,17 @@ def _begin(me: Process) -> None:
 
 def _end(me: Process) -> None:
     """Both are in step: what comes next is one call for both."""
-    scene = me.world
-    scene.reach(f"{me} goes on")
-    scene.until("r.1/0 goes on", "r.1/1 goes on")
+    meet(me, "goes on")
     _go_to_2(me)
 
 
 def _go_to_2(me: Process) -> None:
     scene = me.world
-    try:
+    with never(TorchRosError, f"I3: {me} is out of step, and is told"):
         me.handle.update("latest", timeout_s=LONG_S)
-    except TorchRosError as error:
-        demand(False, f"I3: {me} is out of step, and is told {error!r}")
     demand(me.handle.version == 2, f"I3: {me} has {me.handle.version}")
     scene.checks.returned(me, 2)
-    scene.reach(f"{me} is done")
-    scene.until("r.1/0 is done", "r.1/1 is done")
+    meet(me, "is done")
     scene.reach("over")
 
 
@@ -88,8 +83,7 @@ def struck_between(scene: Scene) -> None:
         _end(me)
 
     scene.start("t", _train, size=1)
-    scene.start("r", update, size=2)
-    scene.play()
+    scene.play(2, r=update)
 
 
 def struck_at_the_end(scene: Scene) -> None:
@@ -107,8 +101,7 @@ def struck_at_the_end(scene: Scene) -> None:
         _end(me)
 
     scene.start("t", _train, size=1)
-    scene.start("r", update, size=2)
-    scene.play()
+    scene.play(2, r=update)
 
 
 def left_out(scene: Scene) -> None:
@@ -129,8 +122,7 @@ def left_out(scene: Scene) -> None:
         _go_to_2(me)
 
     scene.start("t", _train, size=1)
-    scene.start("r", update, size=2)
-    scene.play()
+    scene.play(2, r=update)
 
 
 def far_behind(scene: Scene) -> None:
@@ -152,8 +144,7 @@ def far_behind(scene: Scene) -> None:
         _go_to_2(me)
 
     scene.start("t", _train, size=1)
-    scene.start("r", update, size=2)
-    scene.play()
+    scene.play(2, r=update)
 
 
 def _waits(scene: Scene, asked: Asked) -> bool:
@@ -184,8 +175,7 @@ def missing(scene: Scene) -> None:
         _end(me)
 
     scene.start("t", _train, size=1)
-    scene.start("r", update, size=2)
-    scene.play()
+    scene.play(2, r=update)
 
 
 def _first_version(me: Process) -> None:
@@ -223,8 +213,7 @@ def leaves_a_loop(scene: Scene) -> None:
         _end(me)
 
     scene.start("t", _train, size=1)
-    scene.start("r", both, size=2)
-    scene.play()
+    scene.play(2, r=both)
 
 
 def follows_again(scene: Scene) -> None:
@@ -237,18 +226,14 @@ def follows_again(scene: Scene) -> None:
         if me.rank == scene.seed % 2:
             scene.when(lambda: _waits(scene, Asked("follow", "latest")), "a peer that waits")
             scene.sleep(SOON_S)
-        try:
+        with never(TorchRosError, f"I3: {me} is in step, and is told"):
             _first_version(me)
-        except TorchRosError as error:
-            demand(False, f"I3: {me} is in step, and is told {error!r}")
         demand(me.handle.version == 2, f"I3: {me} has {me.handle.version}")
-        scene.reach(f"{me} is done")
-        scene.until("r.1/0 is done", "r.1/1 is done")
+        meet(me, "is done")
         scene.reach("over")
 
     scene.start("t", _train, size=1)
-    scene.start("r", follow, size=2)
-    scene.play()
+    scene.play(2, r=follow)
 
 
 def refused_argument(scene: Scene) -> None:
@@ -276,8 +261,7 @@ def refused_argument(scene: Scene) -> None:
         _end(me)
 
     scene.start("t", _train, size=1)
-    scene.start("r", update, size=2)
-    scene.play()
+    scene.play(2, r=update)
 
 
 def gives_up_first(scene: Scene) -> None:
@@ -302,23 +286,21 @@ def gives_up_first(scene: Scene) -> None:
         except DeadlineExceeded:
             took_s = scene.now_s - began_s
             demand(took_s < SOON_S, f"I6: its peer gave up, and {me} waited for {took_s:.0f} s")
-        scene.reach(f"{me} has ended")
-        scene.until("r.1/0 has ended", "r.1/1 has ended")
+        meet(me, "has ended")
         scene.reach("over")
 
     scene.start("t", train, size=1)
-    scene.start("r", read, size=2)
-    scene.play()
+    scene.play(2, r=read)
 
 
-SCENES |= {
-    "gives up first": gives_up_first,
-    "refused argument": refused_argument,
-    "leaves a loop": leaves_a_loop,
-    "follows again": follows_again,
-    "struck between": struck_between,
-    "struck at the end": struck_at_the_end,
-    "left out": left_out,
-    "far behind": far_behind,
-    "missing": missing,
-}
+SCENES |= named(
+    gives_up_first,
+    refused_argument,
+    leaves_a_loop,
+    follows_again,
+    struck_between,
+    struck_at_the_end,
+    left_out,
+    far_behind,
+    missing,
+)

@@ -6,7 +6,7 @@ from functools import partial
 
 from checks import demand
 from replicas import Process
-from scenes import SCENES, Scene, publish
+from scenes import SCENES, Scene, named, publish
 
 NUMBERS = (1, 2, 3, 4, 5)
 
@@ -49,4 +49,4 @@ def chosen(scene: Scene) -> None:
     scene.play()
 
 
-SCENES |= {"chosen": chosen}
+SCENES |= named(chosen)

@@ -10,7 +10,7 @@ from itertools import permutations
 from unittest.mock import patch
 
 import msgspec
-from checks import Broken, demand
+from checks import Broken, demand, never
 from replicas import TTL_S, Process, Start, Struck, Task
 from story import short
 from world import MANY, SHAPES, World
@@ -135,6 +135,12 @@ class Scene(World):
             made.processes.append(process)
             self.spawn(process, "main", process.live)
         return made
+
+    def play(self, size: int = 1, /, **scripts: Callable[[Process], object]) -> None:
+        """Start these too, by their names, each a replica of so many ranks; and play."""
+        for name, script in scripts.items():
+            self.start(name, script, size=size)
+        super().play()
 
     def content_of(self, call: Call) -> int:
         return self.again.get(call.number) or self.contents[call.ref.version]
@@ -299,13 +305,19 @@ def unpublish(process: Process, timeout_s: float = 100) -> float:
     return process.world.now_s - began_s
 
 
+def meet(me: Process, where: str = "") -> None:
+    """Wait until all ranks of its replica have come there."""
+    wheres = [f"{each} {where}".rstrip() for each in me.start.processes]
+    me.world.reach(wheres[me.rank])
+    me.world.until(*wheres)
+
+
 def burst(scene: Scene) -> None:
     """I8: newcomers that come at once form a chain, in which each source feeds one reader."""
     count = 6
     for number in range(count):
         scene.start(f"r{number}", lambda me: (replicate(me), _leave(me, count)))
-    scene.start("t", lambda me: (publish(me, 1), _leave(me, count)))
-    scene.play()
+    scene.play(2, t=lambda me: (publish(me, 1), _leave(me, count)))
     demand(scene.claims == 1, f"I8: a source fed {scene.claims} readers at a time")
 
 
@@ -368,8 +380,7 @@ def flaky(scene: Scene) -> None:
 
     scene.start("r0", read, size=1)
     scene.start("r1", read, size=1)
-    scene.start("t", lambda me: (publish(me, 1), scene.until("r0.0/0", "r1.1/0")))
-    scene.play()
+    scene.play(2, t=lambda me: (publish(me, 1), scene.until("r0.0/0", "r1.1/0")))
 
 
 def drain(scene: Scene) -> None:
@@ -385,9 +396,7 @@ def drain(scene: Scene) -> None:
         _await_reader(me)
         unpublish(me)
 
-    scene.start("t", train)
-    scene.start("r", read)
-    scene.play()
+    scene.play(2, t=train, r=read)
 
 
 def _await_reader(me: Process) -> None:
@@ -416,9 +425,7 @@ def earlier_readers(scene: Scene) -> None:
             scene.sleep(0.1)
         unpublish(me)
 
-    scene.start("t", train)
-    scene.start("r", read)
-    scene.play()
+    scene.play(2, t=train, r=read)
 
 
 def stuck_reader(scene: Scene) -> None:
@@ -439,8 +446,7 @@ def stuck_reader(scene: Scene) -> None:
         scene.sleep(100)
 
     scene.start("t", train, drain_s=1.0)
-    scene.start("r", read)
-    scene.play()
+    scene.play(2, r=read)
     demand({"r.1/0", "r.1/1"} <= scene.reached, "I2: a reader got what was taken back")
 
 
@@ -505,8 +511,7 @@ def stands_still(scene: Scene) -> None:
 
     scene.start("t", train, size=1)
     scene.start("u", train, size=1)
-    scene.start("r", read)
-    scene.play()
+    scene.play(2, r=read)
 
 
 def staged_landing(scene: Scene) -> None:
@@ -542,9 +547,7 @@ def end_together(scene: Scene) -> None:
         scene.until("read")
 
     scene.start("t", train, drain_s=0.1)
-    scene.start("u", train, size=1)
-    scene.start("r", read, size=1)
-    scene.play()
+    scene.play(u=train, r=read)
 
 
 def copied_over(scene: Scene) -> None:
@@ -577,9 +580,7 @@ def copied_over(scene: Scene) -> None:
 
     scene.start("t", train, size=1, drain_s=0.1)
     scene.start("u", train, drain_s=0.1)  # other chunks: what is read from it is staged
-    scene.start("v", train, size=1)
-    scene.start("r", read, size=1)
-    scene.play()
+    scene.play(v=train, r=read)
 
 
 def relay_dies(scene: Scene) -> None:
@@ -664,9 +665,7 @@ def comes_back(scene: Scene) -> None:
         scene.reach("back")
         scene.until("read")
 
-    scene.start("t", train, size=1)
-    scene.start("r", read, size=1)
-    scene.play()
+    scene.play(t=train, r=read)
 
 
 def lost_replies(scene: Scene) -> None:
@@ -682,12 +681,9 @@ def lost_replies(scene: Scene) -> None:
 
     def read(me: Process) -> None:
         replicate(me)
-        scene.reach(str(me))
-        scene.until("r.1/0", "r.1/1")
+        meet(me)
 
-    scene.start("t", train)
-    scene.start("r", read)
-    scene.play()
+    scene.play(2, t=train, r=read)
 
 
 def last_reply(scene: Scene) -> None:
@@ -698,14 +694,11 @@ def last_reply(scene: Scene) -> None:
             is_ready = lambda: any("/ready/" in key for key in scene.store._entries)
             scene.when(is_ready, "ready")
             scene.losses[me] = puts("/ready/"), "lose reply"
-        try:
+        with never(DeadlineExceeded, "I6: all are ready, and nobody ends the call"):
             publish(me, 1, timeout_s=20)
-        except DeadlineExceeded as error:
-            raise Broken(f"I6: all are ready, and nobody ends the call: {error}") from error
         demand(me not in scene.losses, "no reply was lost")
 
-    scene.start("t", train)
-    scene.play()
+    scene.play(2, t=train)
 
 
 def lost_request(scene: Scene) -> None:
@@ -718,15 +711,11 @@ def lost_request(scene: Scene) -> None:
         scene.until("read")
 
     def read(me: Process) -> None:
-        try:
+        with never(DeadlineExceeded, "I6: it is published, and not offered"):
             replicate(me, timeout_s=30)
-        except DeadlineExceeded as error:
-            raise Broken(f"I6: it is published, and not offered: {error}") from error
         scene.reach("read")
 
-    scene.start("t", train, size=1)
-    scene.start("r", read, size=1)
-    scene.play()
+    scene.play(t=train, r=read)
 
 
 def two_trainers(scene: Scene) -> None:
@@ -748,9 +737,7 @@ def two_trainers(scene: Scene) -> None:
         scene.reach(str(me))
         scene.until("t.0/0", "u.1/0")
 
-    scene.start("t", train, size=1)
-    scene.start("u", train, size=1)
-    scene.play()
+    scene.play(t=train, u=train)
 
 
 def seen_before(scene: Scene) -> None:
@@ -762,10 +749,8 @@ def seen_before(scene: Scene) -> None:
         unpublish(me)
         scene.reach(f"free {me}")
         scene.until("left r.1/0", "left r.1/1")
-        try:
+        with never(VersionConflict, "I6: nobody holds version 1 any more"):
             publish(me, 1)
-        except VersionConflict as error:
-            raise Broken(f"I6: nobody holds version 1 any more, but: {error}") from error
 
     def read(me: Process) -> None:
         replicate(me)
@@ -774,9 +759,7 @@ def seen_before(scene: Scene) -> None:
         unpublish(me)
         scene.reach(f"left {me}")
 
-    scene.start("t", train)
-    scene.start("r", read)
-    scene.play()
+    scene.play(2, t=train, r=read)
 
 
 def ready_before(scene: Scene) -> None:
@@ -793,12 +776,9 @@ def ready_before(scene: Scene) -> None:
             scene.failing[me] = 0
             me.scribble_if_free()
         replicate(me)
-        scene.reach(str(me))
-        scene.until("r.1/0", "r.1/1")
+        meet(me)
 
-    scene.start("t", lambda me: (publish(me, 1), scene.until("r.1/0", "r.1/1")))
-    scene.start("r", read)
-    scene.play()
+    scene.play(2, t=lambda me: (publish(me, 1), scene.until("r.1/0", "r.1/1")), r=read)
 
 
 def not_whole(scene: Scene) -> None:
@@ -813,10 +793,8 @@ def not_whole(scene: Scene) -> None:
     def read(state: str) -> Callable[[Process], None]:
         def program(me: Process) -> None:
             scene.when(is_there(state), f"a holding that is {state}")
-            try:
+            with never(TorchRosError, "I6: version 1 is there"):
                 got = me.handle.replicate("latest", timeout_s=3)
-            except TorchRosError as error:
-                raise Broken(f"I6: version 1 is there, and {error}") from error
             demand(got == 1, f"I6: version 2 is {state}, and taken for the latest")
             scene.reach(state)
 
@@ -840,10 +818,7 @@ def not_whole(scene: Scene) -> None:
 
     scene.start("u", keep, size=1)
     scene.start("t", train)
-    scene.start("r0", read("filling"), size=1)
-    scene.start("r", hold_up, size=1)
-    scene.start("r1", read("draining"), size=1)
-    scene.play()
+    scene.play(r0=read("filling"), r=hold_up, r1=read("draining"))
 
 
 def _see_few(*most: int) -> None:
@@ -968,10 +943,8 @@ def claimed_meanwhile(scene: Scene) -> None:
     def read(me: Process) -> None:
         scene.until("unpublishes")
         scene.slow_s[me] = 1.0
-        try:
+        with never(SourceLost, "I6: unpublish did not wait for its readers"):
             replicate(me)
-        except SourceLost as lost:
-            raise Broken(f"I6: unpublish did not wait for its readers: {lost}") from lost
 
     def train(me: Process) -> None:
         publish(me, 1)
@@ -980,8 +953,7 @@ def claimed_meanwhile(scene: Scene) -> None:
         unpublish(me)
 
     scene.start("t", train, size=1)
-    scene.start("r", read)
-    scene.play()
+    scene.play(2, r=read)
 
 
 ORDERS = [
@@ -1022,9 +994,7 @@ def last_offer(scene: Scene) -> None:
         scene.reach("told")
 
     scene.start("r0", read)
-    scene.start("t", train, size=1)
-    scene.start("r1", look, size=1)
-    scene.play()
+    scene.play(t=train, r1=look)
 
 
 def last_change(scene: Scene) -> None:
@@ -1095,8 +1065,7 @@ def struck_in_open(scene: Scene, *, is_shared: bool = True) -> None:
     there = {"waits"} if is_shared else {"waits", "waits too"}
     strike_then = lambda: there <= scene.reached and strike()
     scene.hold("struck", victim, puts("/shards/"), strike_then)
-    scene.start("r", restart, size=1)
-    scene.play()
+    scene.play(r=restart)
 
 
 def struck_at_the_end_of_open(scene: Scene) -> None:
@@ -1144,9 +1113,7 @@ def looks_away(scene: Scene) -> None:
         demand(scene.now_s < scene.offered_s + 3, "I6: nobody told")
         scene.reach("read")
 
-    scene.start("t", train, size=1)
-    scene.start("r", read, size=1)
-    scene.play()
+    scene.play(t=train, r=read)
 
 
 def dies(scene: Scene) -> None:
@@ -1154,16 +1121,14 @@ def dies(scene: Scene) -> None:
 
     def train(me: Process) -> None:
         publish(me, 1)
-        scene.reach(str(me))
-        scene.until("t.0/0", "t.0/1")
+        meet(me)
         anchor, other = _anchor_and_other(me)
         if me is anchor:
             scene.at(scene.now_s, scene.kill_process, other)
         scene.sleep(TTL_S + 3)
         demand(not scene.checks.holdings, "I7: a process is dead, and what it had is offered")
 
-    scene.start("t", train)
-    scene.play()
+    scene.play(2, t=train)
 
 
 def fed_already(scene: Scene) -> None:
@@ -1218,9 +1183,7 @@ def published_again(scene: Scene) -> None:
             unpublish(me)
             scene.reach(f"read {content}")
 
-    scene.start("t", train, size=1)
-    scene.start("r", read, size=1)
-    scene.play()
+    scene.play(t=train, r=read)
 
 
 def serves(scene: Scene) -> None:
@@ -1255,8 +1218,7 @@ def serves(scene: Scene) -> None:
 
     scene.start("t", train, size=1, digests="full")
     scene.start("r0", infer, digests="full" if scene.seed % 2 else "off")
-    scene.start("r1", follow, size=1)
-    scene.play()
+    scene.play(r1=follow)
 
 
 def served_anew(scene: Scene) -> None:
@@ -1289,9 +1251,7 @@ def served_anew(scene: Scene) -> None:
         else:
             demand(holds=False, why=f"I1: {me} offers what it has under a number of others")
 
-    scene.start("t", train, size=1)
-    scene.start("r", infer, size=1)
-    scene.play()
+    scene.play(t=train, r=infer)
 
 
 def _is_of_r(key: str) -> bool:
@@ -1321,9 +1281,7 @@ def served_meanwhile(scene: Scene) -> None:
         me.handle.serve(timeout_s=100)
         scene.until("refused")
 
-    scene.start("t", train, size=1)
-    scene.start("r", infer, size=1)
-    scene.play()
+    scene.play(t=train, r=infer)
 
 
 def _train_until(me: Process, *wheres: str) -> None:
@@ -1360,8 +1318,7 @@ def sleeping_consumer(scene: Scene) -> None:
 
     scene.start("t", lambda me: _train_until(me, "sleeps 0", "sleeps 1"), size=1)
     scene.start("r0", keep, size=1)
-    scene.start("r1", consume)
-    scene.play()
+    scene.play(2, r1=consume)
 
 
 def _await_flight(scene: Scene) -> None:
@@ -1392,8 +1349,7 @@ def streamed_beside_a_write(scene: Scene) -> None:
             me.streamed(1, pause_s=pause_s)
 
     scene.start("t", train, size=1, drain_s=0.1)
-    scene.start("r", consume, size=1)
-    scene.play()
+    scene.play(r=consume)
 
 
 def streamed_from_another(scene: Scene) -> None:
@@ -1422,8 +1378,7 @@ def streamed_from_another(scene: Scene) -> None:
 
     scene.start("t", train, size=1, drain_s=0.1)
     scene.start("u", train, size=1, drain_s=0.1)
-    scene.start("r", consume, size=1)
-    scene.play()
+    scene.play(r=consume)
 
 
 def streamed_anew(scene: Scene) -> None:
@@ -1449,9 +1404,7 @@ def streamed_anew(scene: Scene) -> None:
         else:
             demand(holds=False, why="I12: a stream went on in other content")
 
-    scene.start("t", train, size=1)
-    scene.start("r", consume, size=1)
-    scene.play()
+    scene.play(t=train, r=consume)
 
 
 def streamed_after_a_lost_reply(scene: Scene) -> None:
@@ -1474,8 +1427,7 @@ def streamed_after_a_lost_reply(scene: Scene) -> None:
         scene.reach("done")
 
     scene.start("t", train, size=1, drain_s=0.1)
-    scene.start("r", consume, size=1)
-    scene.play()
+    scene.play(r=consume)
 
 
 def dropped_stream(scene: Scene) -> None:
@@ -1502,9 +1454,7 @@ def dropped_stream(scene: Scene) -> None:
         demand(took_s < 3, f"I12: {me} waited {took_s:.1f} s for a stream that is over")
         scene.reach("gave up")
 
-    scene.start("t", train, size=1)
-    scene.start("r", consume, size=1)
-    scene.play()
+    scene.play(t=train, r=consume)
 
 
 def only_on_spot(scene: Scene) -> None:
@@ -1588,8 +1538,7 @@ def replaced_meanwhile(scene: Scene) -> None:
         publish(me, 1)
         scene.until("after takes")
 
-    scene.start("t", train)
-    scene.play()
+    scene.play(2, t=train)
     demand("over" in scene.reached, "I6: the name is not taken")
 
 
@@ -1637,9 +1586,7 @@ def replaced_reader(scene: Scene) -> None:
         scene.start("r", lambda _: scene.until("stopped"), size=1)
         scene.until("stopped")
 
-    scene.start("t", train, size=1)
-    scene.start("r", read, size=1)
-    scene.play()
+    scene.play(t=train, r=read)
 
 
 def other_version(scene: Scene) -> None:
@@ -1661,9 +1608,7 @@ def other_version(scene: Scene) -> None:
         publish(me, 2, content=8)
         scene.until("read")
 
-    scene.start("t", train, size=1)
-    scene.start("r", read, size=1)
-    scene.play()
+    scene.play(t=train, r=read)
 
 
 def expelled_meanwhile(scene: Scene) -> None:
@@ -1676,11 +1621,9 @@ def expelled_meanwhile(scene: Scene) -> None:
             scene.end_lease(other)
         scene.until("expels")
         publish(me, 1)
-        scene.reach(f"{me} is back")
-        scene.until("t.0/0 is back", "t.0/1 is back")
+        meet(me, "is back")
 
-    scene.start("t", train)
-    scene.play()
+    scene.play(2, t=train)
 
 
 def closed_meanwhile(scene: Scene) -> None:
@@ -1693,8 +1636,7 @@ def closed_meanwhile(scene: Scene) -> None:
         scene.until("closes")
         publish(me, 1)
 
-    scene.start("t", train)
-    scene.play()
+    scene.play(2, t=train)
 
 
 def closed_coming_back(scene: Scene) -> None:
@@ -1705,8 +1647,7 @@ def closed_coming_back(scene: Scene) -> None:
 
     def train(me: Process) -> None:
         _, other = _anchor_and_other(me)
-        scene.reach(str(me))
-        scene.until("t.0/0", "t.0/1")
+        meet(me)
         if me is other:
             scene.until("sits")
             scene.when(lambda: scene.checks.holdings, "a holding of the new incarnation")
@@ -1719,8 +1660,7 @@ def closed_coming_back(scene: Scene) -> None:
         with suppress(SeatLost):
             publish(me, 1)
 
-    scene.start("t", train)
-    scene.play()
+    scene.play(2, t=train)
 
 
 def took_back(scene: Scene) -> None:
@@ -1728,8 +1668,7 @@ def took_back(scene: Scene) -> None:
 
     def read(me: Process) -> None:
         replicate(me)
-        scene.reach(str(me))
-        scene.until("r.1/0", "r.1/1")
+        meet(me)
         scene._cut(me, 3 * TTL_S)
         over_s = scene.now_s + 3 * TTL_S
         try:  # one is told that etcd is away; the other has lost its seat by then
@@ -1749,9 +1688,7 @@ def took_back(scene: Scene) -> None:
                 scene.sleep(0.5)
 
     both_have = "r.1/0 has it", "r.1/1 has it"
-    scene.start("t", lambda me: (publish(me, 1), scene.until(*both_have)))
-    scene.start("r", read)
-    scene.play()
+    scene.play(2, t=lambda me: (publish(me, 1), scene.until(*both_have)), r=read)
 
 
 def trains_on(
@@ -1801,8 +1738,7 @@ def trains_on(
         scene.reach("read")
 
     scene.start("t", train)
-    scene.start("r", read, size=1)
-    scene.play()
+    scene.play(r=read)
 
 
 def half_cut_off(scene: Scene) -> None:
@@ -1815,8 +1751,7 @@ def held_when_back(scene: Scene) -> None:
 
     def train(me: Process) -> None:
         publish(me, 1, 11)
-        scene.reach(f"{me} holds 1")
-        scene.until("t.0/0 holds 1", "t.0/1 holds 1")
+        meet(me, "holds 1")
         scene._cut(me, 3 * TTL_S)
         unpublish(me)
         demand(not publish(me, 2, 12, store_wait_s=0), "I6: etcd is away, and offers it")
@@ -1825,15 +1760,12 @@ def held_when_back(scene: Scene) -> None:
 
     def read(me: Process) -> None:
         scene.until("t.0/0 holds 1", "t.0/1 holds 1")
-        try:
+        with never(DeadlineExceeded, "I6: all ranks hold it, and it is not offered"):
             replicate(me, 2, timeout_s=6 * TTL_S)
-        except DeadlineExceeded as error:
-            raise Broken(f"I6: all ranks hold it, and it is not offered: {error}") from error
         scene.reach("read")
 
     scene.start("t", train)
-    scene.start("r", read, size=1)
-    scene.play()
+    scene.play(r=read)
 
 
 def does_not_wait(scene: Scene) -> None:
@@ -1841,8 +1773,7 @@ def does_not_wait(scene: Scene) -> None:
 
     def train(me: Process) -> None:
         publish(me, 1, 11)
-        scene.reach(f"{me} holds 1")
-        scene.until("t.0/0 holds 1", "t.0/1 holds 1")
+        meet(me, "holds 1")
         if me.rank == 0:
             scene._cut(me, 3 * TTL_S)
             unpublish(me)
@@ -1852,10 +1783,8 @@ def does_not_wait(scene: Scene) -> None:
             scene.until("does not wait")
             unpublish(me)
             scene.when(lambda: me.handle._shard.group.state == "seated", "its seat")
-            try:
+            with never(DeadlineExceeded, "I6: a rank that has published is waited for"):
                 publish(me, 2, 12, timeout_s=5)
-            except DeadlineExceeded as error:
-                raise Broken(f"I6: a rank that has published is waited for: {error}") from error
         scene.until("read")
 
     def read(me: Process) -> None:
@@ -1864,8 +1793,7 @@ def does_not_wait(scene: Scene) -> None:
         scene.reach("read")
 
     scene.start("t", train)
-    scene.start("r", read, size=1)
-    scene.play()
+    scene.play(r=read)
 
 
 def given_up_before(scene: Scene) -> None:
@@ -1873,11 +1801,9 @@ def given_up_before(scene: Scene) -> None:
 
     def train(me: Process) -> None:
         publish(me, 1, 11)
-        scene.reach(f"{me} holds 1")
-        scene.until("t.0/0 holds 1", "t.0/1 holds 1")
+        meet(me, "holds 1")
         unpublish(me)
-        scene.reach(f"{me} holds nothing")
-        scene.until("t.0/0 holds nothing", "t.0/1 holds nothing")
+        meet(me, "holds nothing")
         if me.rank == 0:
             scene._cut(me, 1.5 * TTL_S)
             with suppress(DeadlineExceeded, StoreUnavailable):  # and cannot tell its peer
@@ -1894,17 +1820,13 @@ def given_up_before(scene: Scene) -> None:
             demand(took_s < 100, f"I6: a rank gave up, and was waited for {took_s:.0f} s")
             with suppress(CallAborted):  # if its peer has seen meanwhile that it waits in vain
                 publish(me, 3, 13)
-        try:
+        with never(TorchRosError, "I6: what was given up is in the way"):
             unpublish(me)
             publish(me, 4, 14, timeout_s=20)
-        except TorchRosError as error:
-            raise Broken(f"I6: what was given up is in the way: {error!r}") from error
         scene.checks.returned(me, 4)
-        scene.reach(f"{me} holds 4")
-        scene.until("t.0/0 holds 4", "t.0/1 holds 4")
+        meet(me, "holds 4")
 
-    scene.start("t", train)
-    scene.play()
+    scene.play(2, t=train)
 
 
 def came_to_nothing(scene: Scene) -> None:
@@ -1940,16 +1862,12 @@ def came_to_nothing(scene: Scene) -> None:
 
     def read(me: Process) -> None:
         scene.until("knows")
-        try:
+        with never(DeadlineExceeded, "I6: all ranks hold it, and it is not offered"):
             replicate(me, 4, timeout_s=6 * TTL_S)
-        except DeadlineExceeded as error:
-            raise Broken(f"I6: all ranks hold it, and it is not offered: {error}") from error
         scene.reach("read")
 
     scene.start("t", train)
-    scene.start("u", overtake, size=1)
-    scene.start("r", read, size=1)
-    scene.play()
+    scene.play(u=overtake, r=read)
 
 
 def retained_meanwhile(scene: Scene) -> None:
@@ -1959,11 +1877,9 @@ def retained_meanwhile(scene: Scene) -> None:
         publish(me, 1, 11)
         unpublish(me)  # it sees what others retain
         publish(me, 2, 12)
-        scene.reach(f"{me} holds 2")
-        scene.until("t.1/0 holds 2", "t.1/1 holds 2")
+        meet(me, "holds 2")
         scene.when(lambda: not me.handle._shard.copies, "the copy of version 1 released")
-        scene.reach(f"{me} lets go of 1")
-        scene.until("t.1/0 lets go of 1", "t.1/1 lets go of 1")
+        meet(me, "lets go of 1")
         scene._cut(me, 3 * TTL_S)
         unpublish(me)
         for step in range(3):
@@ -1976,16 +1892,13 @@ def retained_meanwhile(scene: Scene) -> None:
     def read(me: Process) -> None:
         scene.until("t.1/0 lets go of 1", "t.1/1 lets go of 1")
         scene.sleep(2 * TTL_S)
-        try:
+        with never(DeadlineExceeded, "I4: what it retains was given up"):
             replicate(me, timeout_s=6 * TTL_S)
-        except DeadlineExceeded as error:
-            raise Broken(f"I4: what it retains was given up: {error}") from error
         demand(me.handle.version == 2, f"I4: {me.handle.version} is the latest")
         scene.reach("read")
 
     scene.start("r", read, size=1, retain=("latest",))
-    scene.start("t", train)
-    scene.play()
+    scene.play(2, t=train)
 
 
 def late_answer(scene: Scene) -> None:
@@ -2005,11 +1918,9 @@ def late_answer(scene: Scene) -> None:
 
         scene.hold("ends", me, deletes("/ready/"), is_back, meanwhile=lost, is_reply=True)
         publish(me, 1, timeout_s=20)
-        scene.reach(f"{me} is back")
-        scene.until("t.0/0 is back", "t.0/1 is back")
+        meet(me, "is back")
 
-    scene.start("t", train)
-    scene.play()
+    scene.play(2, t=train)
 
 
 def both_drain(scene: Scene) -> None:
@@ -2033,8 +1944,7 @@ def both_drain(scene: Scene) -> None:
 
     scene.start("t", train, size=1, retain=("latest",))
     scene.start("u", train, size=1, retain=("latest",))
-    scene.start("r", read, size=1)
-    scene.play()
+    scene.play(r=read)
 
 
 def half_dead(scene: Scene) -> None:
@@ -2058,21 +1968,16 @@ def half_dead(scene: Scene) -> None:
     def read(me: Process) -> None:
         scene.until("dead")
         replicate(me)
-        scene.reach(str(me))
-        scene.until("r.2/0", "r.2/1")
+        meet(me)
 
-    scene.start("t", train)
-    scene.start("u", train)
-    scene.start("r", read)
-    scene.play()
+    scene.play(2, t=train, u=train, r=read)
 
 
 def half_there(scene: Scene) -> None:
     """I1: a rank that loses its seat while the last one sums up is waited for."""
 
     def train(me: Process) -> None:
-        scene.reach(f"{me} opens")
-        scene.until("t.0/0 opens", "t.0/1 opens")
+        meet(me, "opens")
         (peer,) = (each for each in me.start.processes if each is not me)
         loses = partial(scene.end_lease, peer)
         scene.hold("summing up", me, reads_shards, lambda: True, meanwhile=loses)
@@ -2086,8 +1991,7 @@ def half_there(scene: Scene) -> None:
         scene.reach(str(me))
 
     scene.start("t", train, sharding="stages")
-    scene.start("r", read, size=1)
-    scene.play()
+    scene.play(r=read)
 
 
 def moved(scene: Scene) -> None:
@@ -2115,9 +2019,7 @@ def moved(scene: Scene) -> None:
             scene.reach(f"{me} has {version}")
         scene.until("r.1/0 has 2", "r.1/1 has 2")
 
-    scene.start("t", train)
-    scene.start("r", read)
-    scene.play()
+    scene.play(2, t=train, r=read)
 
 
 def withdrawn(scene: Scene) -> None:
@@ -2166,10 +2068,7 @@ def withdrawn(scene: Scene) -> None:
             me.handle.update(timeout_s=20)
             scene.sleep(0.1)
 
-    scene.start("t", train, size=1)
-    scene.start("r", read, size=1)
-    scene.start("n", come, size=1)
-    scene.play()
+    scene.play(t=train, r=read, n=come)
 
 
 def other_bytes(scene: Scene) -> None:
@@ -2197,8 +2096,7 @@ def other_bytes(scene: Scene) -> None:
 
     scene.start("a", train, size=1, digests="full")
     scene.start("b", train_too, size=1, digests="full")
-    scene.start("r", read, size=1)
-    scene.play()
+    scene.play(r=read)
 
 
 def older_goes_on(scene: Scene) -> None:
@@ -2216,10 +2114,8 @@ def older_goes_on(scene: Scene) -> None:
     def train_too(me: Process) -> None:
         scene.until("offered")
         scene.hold("compares", me, reads_shards, lambda: "2 is there" in scene.reached)
-        try:
+        with never(VersionConflict, "I6: it was compared with the version after it"):
             publish(me, 1)
-        except VersionConflict as error:
-            raise Broken(f"I6: it was compared with the version after it: {error}") from error
         demand("after compares" in scene.reached, "it was not compared")
         scene.reach("1 is there")
         scene.until("r has 1")
@@ -2231,8 +2127,7 @@ def older_goes_on(scene: Scene) -> None:
 
     scene.start("a", train, size=1, digests="full")
     scene.start("b", train_too, size=1, digests="full")
-    scene.start("r", read, size=1)
-    scene.play()
+    scene.play(r=read)
 
 
 def who_is_believed(_: Scene) -> None:
@@ -2312,8 +2207,7 @@ def lacks_a_cell(scene: Scene) -> None:
         scene.reach("read")
 
     scene.start("t", train, sharding="gap")
-    scene.start("r", read, size=1)
-    scene.play()
+    scene.play(r=read)
 
 
 def a_part_is_read(scene: Scene) -> None:
@@ -2344,8 +2238,7 @@ def a_part_is_read(scene: Scene) -> None:
     scene.start("t", train, retain=("latest",))
     scene.start("r0", part, sharding="gap")
     scene.start("r1", part, sharding="gap", loads=True)
-    scene.start("r2", read, size=1)
-    scene.play()
+    scene.play(r2=read)
 
 
 def a_part_unseen(scene: Scene) -> None:
@@ -2356,8 +2249,7 @@ def a_part_unseen(scene: Scene) -> None:
         if is_known:
             publish(me, 1)
             unpublish(me)
-        scene.reach(f"{me} begins")
-        scene.until("t.0/0 begins", "t.0/1 begins")
+        meet(me, "begins")
         _register(me, "gap")
         if me.rank in who:
             scene._cut(me, 3 * TTL_S)
@@ -2370,8 +2262,7 @@ def a_part_unseen(scene: Scene) -> None:
             _lacks(me, lambda: publish(me, 2, 8))
 
     is_known = scene.random() < 0.7
-    scene.start("t", train)
-    scene.play()
+    scene.play(2, t=train)
 
 
 def a_part_is_copied(scene: Scene) -> None:
@@ -2385,8 +2276,7 @@ def a_part_is_copied(scene: Scene) -> None:
             scene.reach(f"{me} is ready")
         scene.until("t.0/0 is ready", "t.0/1 is ready")
         unpublish(me)
-        scene.reach(f"{me} took it back")
-        scene.until("t.0/0 took it back", "t.0/1 took it back")
+        meet(me, "took it back")
         scene.sleep(4 * TTL_S)
 
     start = scene.start("t", train, sharding="gap", retain=("latest",))
@@ -2440,9 +2330,7 @@ def suspected_newer(scene: Scene, retain: str = "latest") -> None:
         scene.until("over")
 
     scene.start("r", read, size=1, retain=(retain,), spot=True)
-    scene.start("t", keep, size=1)
-    scene.start("u", publish_newer, size=1)
-    scene.play()
+    scene.play(t=keep, u=publish_newer)
 
 
 def save(
@@ -2494,8 +2382,7 @@ def unpublished_alone(scene: Scene) -> None:
         scene.until("read")
 
     scene.start("t", train, drain_s=1.0)
-    scene.start("r", read, size=1)
-    scene.play()
+    scene.play(r=read)
 
 
 def unpublished_meanwhile(scene: Scene) -> None:
@@ -2519,8 +2406,7 @@ def unpublished_meanwhile(scene: Scene) -> None:
         scene.reach("read")
 
     scene.start("r", read, size=1, retain=("latest",))
-    scene.start("t", train)
-    scene.play()
+    scene.play(2, t=train)
 
 
 def _has_call(replica: str, scene: Scene, asked: Asked) -> bool:
@@ -2541,32 +2427,26 @@ def failed_before(scene: Scene) -> None:
                 raise Broken("I7: it is offered without one rank")
             scene.reach("failed")
         scene.until("failed")
-        try:
+        with never(TorchRosError, "I6: its ranks are out of step for good"):
             is_new = me.handle.update("latest", timeout_s=20)
             demand(not is_new and me.handle.version == 5, "I3: it does not hold what it held")
             scene.reach(f"{me} is in step")
             scene.until("t.0/0 is in step", "t.0/1 is in step", "read")
             save(me, 7, 15, timeout_s=20)
-        except TorchRosError as error:
-            raise Broken(f"I6: its ranks are out of step for good: {error!r}") from error
         scene.checks.returned(me, 7)
         done.append(me.handle._shard.group.ledger.calls_made)
-        scene.reach(f"{me} is done")
-        scene.until("t.0/0 is done", "t.0/1 is done")
+        meet(me, "is done")
         demand(len({*done}) == 1, f"I3: its ranks have made {done} calls")
 
     def read(me: Process) -> None:
         scene.until("t.0/0 is in step", "t.0/1 is in step")
-        try:
+        with never(TorchRosError, "I6: what is offered cannot be read"):
             replicate(me, 5, timeout_s=20)
-        except TorchRosError as error:
-            raise Broken(f"I6: what is offered cannot be read: {error!r}") from error
         scene.reach("read")
         scene.until("t.0/0 is done", "t.0/1 is done")
 
     scene.start("t", train)
-    scene.start("r", read, size=1)
-    scene.play()
+    scene.play(r=read)
 
 
 class _Storage:
@@ -2584,15 +2464,11 @@ def begins_late(scene: Scene) -> None:
         begun = me.handle.checkpoints.begin("save", 5, storage)
         scene.reach("begun" if me.rank == 0 else "both have begun")
         scene.until("both have begun")
-        try:
+        with never(TorchRosError, "I6: a rank that was late was not waited for"):
             save(me, 5, 15, begun=begun)
-        except TorchRosError as error:
-            raise Broken(f"I6: a rank that was late was not waited for: {error!r}") from error
-        scene.reach(str(me))
-        scene.until("t.0/0", "t.0/1")
+        meet(me)
 
-    scene.start("t", train)
-    scene.play()
+    scene.play(2, t=train)
 
 
 def never_comes(scene: Scene) -> None:
@@ -2612,100 +2488,104 @@ def never_comes(scene: Scene) -> None:
         scene.until("failed")
         save(me, 6, 16, begun=me.handle.checkpoints.begin("save", 6, storage))
         scene.checks.returned(me, 6)
-        scene.reach(str(me))
-        scene.until("t.0/0", "t.0/1")
+        meet(me)
 
-    scene.start("t", train)
-    scene.play()
+    scene.play(2, t=train)
 
 
-SCENES = {
-    "who is believed": who_is_believed,
-    "two trainers": two_trainers,
-    "seen before": seen_before,
-    "lost replies": lost_replies,
-    "last reply": last_reply,
-    "lost request": lost_request,
-    "burst": burst,
-    "flaky": flaky,
-    "digests of the next": digests_of_the_next,
-    "drain": drain,
-    "earlier readers": earlier_readers,
-    "stuck reader": stuck_reader,
-    "late landing": late_landing,
-    "stands still": stands_still,
-    "relay dies": relay_dies,
-    "only fillers": only_fillers,
-    "comes back": comes_back,
-    "staged landing": staged_landing,
-    "second source": second_source,
-    "end together": end_together,
-    "copied over": copied_over,
-    "ready before": ready_before,
-    "not whole": not_whole,
-    "many": many,
+def named(*scenes: Callable[[Scene], None]) -> dict[str, Callable[[Scene], None]]:
+    """By the names of their functions."""
+    return {scene.__name__.replace("_", " "): scene for scene in scenes}
+
+
+SCENES = named(
+    who_is_believed,
+    two_trainers,
+    seen_before,
+    lost_replies,
+    last_reply,
+    lost_request,
+    burst,
+    flaky,
+    digests_of_the_next,
+    drain,
+    earlier_readers,
+    stuck_reader,
+    late_landing,
+    stands_still,
+    relay_dies,
+    only_fillers,
+    comes_back,
+    staged_landing,
+    second_source,
+    end_together,
+    copied_over,
+    ready_before,
+    not_whole,
+    many,
+    alone_no_more,
+    freed_meanwhile,
+    claimed_meanwhile,
+    last_offer,
+    last_change,
+    looks_away,
+    comes_late,
+    struck_in_open,
+    struck_at_the_end_of_open,
+    dies,
+    fed_already,
+    published_again,
+    serves,
+    served_anew,
+    served_meanwhile,
+    sleeping_consumer,
+    streamed_beside_a_write,
+    streamed_from_another,
+    streamed_anew,
+    streamed_after_a_lost_reply,
+    dropped_stream,
+    only_on_spot,
+    no_memory_for_a_copy,
+    does_not_wait,
+    given_up_before,
+    came_to_nothing,
+    copied_meanwhile,
+    replaced_meanwhile,
+    same_nonce,
+    replaced_reader,
+    other_version,
+    expelled_meanwhile,
+    closed_meanwhile,
+    closed_coming_back,
+    took_back,
+    trains_on,
+    half_cut_off,
+    held_when_back,
+    retained_meanwhile,
+    late_answer,
+    both_drain,
+    half_dead,
+    half_there,
+    lacks_a_cell,
+    a_part_is_read,
+    a_part_unseen,
+    a_part_is_copied,
+    suspected_newer,
+    moved,
+    withdrawn,
+    other_bytes,
+    older_goes_on,
+    unpublished_alone,
+    unpublished_meanwhile,
+    failed_before,
+    begins_late,
+    never_comes,
+) | {
     "few, not whole": few_not_whole,
-    "alone no more": alone_no_more,
-    "freed meanwhile": freed_meanwhile,
-    "claimed meanwhile": claimed_meanwhile,
-    "last offer": last_offer,
-    "last change": last_change,
-    "looks away": looks_away,
-    "comes late": comes_late,
-    "struck in open": struck_in_open,
     "struck in open, not shared": partial(struck_in_open, is_shared=False),
-    "struck at the end of open": struck_at_the_end_of_open,
-    "dies": dies,
-    "fed already": fed_already,
-    "published again": published_again,
-    "serves": serves,
-    "served anew": served_anew,
-    "served meanwhile": served_meanwhile,
-    "sleeping consumer": sleeping_consumer,
-    "streamed beside a write": streamed_beside_a_write,
-    "streamed from another": streamed_from_another,
-    "streamed anew": streamed_anew,
-    "streamed after a lost reply": streamed_after_a_lost_reply,
-    "dropped stream": dropped_stream,
-    "only on spot": only_on_spot,
-    "no memory for a copy": no_memory_for_a_copy,
-    "does not wait": does_not_wait,
-    "given up before": given_up_before,
-    "came to nothing": came_to_nothing,
-    "copied meanwhile": copied_meanwhile,
-    "replaced meanwhile": replaced_meanwhile,
-    "same nonce": same_nonce,
-    "replaced reader": replaced_reader,
-    "other version": other_version,
-    "expelled meanwhile": expelled_meanwhile,
-    "closed meanwhile": closed_meanwhile,
-    "closed coming back": closed_coming_back,
-    "took back": took_back,
-    "trains on": trains_on,
-    "half cut off": half_cut_off,
     "refused": partial(trains_on, refused=REFUSALS),
     "half refused": partial(trains_on, refused=REFUSALS, cut_off=(0,)),
-    "held when back": held_when_back,
-    "retained meanwhile": retained_meanwhile,
-    "late answer": late_answer,
-    "both drain": both_drain,
-    "half dead": half_dead,
-    "half there": half_there,
-    "lacks a cell": lacks_a_cell,
-    "a part is read": a_part_is_read,
-    "a part unseen": a_part_unseen,
-    "a part is copied": a_part_is_copied,
-    "suspected newer": suspected_newer,
     "suspected before": partial(suspected_newer, retain="latest-1"),
-    "moved": moved,
-    "withdrawn": withdrawn,
-    "other bytes": other_bytes,
-    "older goes on": older_goes_on,
-    "unpublished alone": unpublished_alone,
-    "unpublished meanwhile": unpublished_meanwhile,
-    "failed before": failed_before,
-    "begins late": begins_late,
-    "never comes": never_comes,
 }
 
 

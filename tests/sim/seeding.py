@@ -7,16 +7,7 @@ from functools import partial
 
 from checks import demand
 from replicas import Process
-from scenes import (
-    MANY_TENSORS,
-    SCENES,
-    Scene,
-    _see_few,
-    publish,
-    puts,
-    replicate,
-    unpublish,
-)
+from scenes import MANY_TENSORS, SCENES, Scene, _see_few, named, publish, puts, replicate, unpublish
 
 from torch_ros.errors import TorchRosError
 from torch_ros.protocol import keys as k
@@ -286,11 +277,7 @@ def mute_stream(scene: Scene) -> None:
         with suppress(TorchRosError):
             replicate(me, timeout_s=60)
 
-    scene.start("t", serve, size=1)
-    scene.start("w", serve, size=1)
-    scene.start("rf", fill, size=1)
-    scene.start("r", consume, size=1)
-    scene.play()
+    scene.play(t=serve, w=serve, rf=fill, r=consume)
 
 
 def seed_dies(scene: Scene) -> None:
@@ -326,16 +313,11 @@ def seed_dies(scene: Scene) -> None:
     demand(crossings(scene) <= 2, f"I13: {crossings(scene)} replicas read from afar")
 
 
-SCENES |= {
-    "burst across": burst_across,
-    "far copies": far_copies,
-    "third datacenter": third_datacenter,
-    "busy source": busy_source,
-    "few seen": few_seen,
+SCENES |= named(
+    burst_across, far_copies, third_datacenter, busy_source, few_seen, mute_stream, seed_dies
+) | {
     "suspected seed": suspected,
     "mute seed": partial(mute, muted_s=8.0, reroutes=0),
     "mute for long": partial(mute, muted_s=50.0, reroutes=1),
     "mute among many": partial(mute, muted_s=50.0, reroutes=1, among=2),
-    "mute stream": mute_stream,
-    "seed dies": seed_dies,
 }

@@ -23,9 +23,7 @@ BOTH = pytest.mark.parametrize(
     "seeds", [QUICK, pytest.param(LONG, marks=pytest.mark.long)], ids=["quick", "long"]
 )
 OF_A_SCENE = pytest.mark.parametrize(  # each scene plants what it is about: any seed meets it
-    "seeds",
-    [range(1), pytest.param(range(1, 20), marks=pytest.mark.long)],
-    ids=["quick", "long"],
+    "seeds", [range(1), pytest.param(range(1, 20), marks=pytest.mark.long)], ids=["quick", "long"]
 )
 
 

@@ -3,7 +3,7 @@
 import math
 
 import numpy as np
-from faults import fault
+from faults import fault, instead
 
 from torch_ros.codec import delta
 from torch_ros.errors import CorruptWeights
@@ -23,11 +23,9 @@ def _(was):
     return lambda self, ranks: None
 
 
-fault(
-    "what the owner took back is a base",
-    "core:Shard.base",
-    scenario="not held",
-)(lambda _: _last_held)
+fault("what the owner took back is a base", "core:Shard.base", scenario="not held")(
+    lambda _: _last_held
+)
 
 
 def _last_held(shard):
@@ -37,43 +35,28 @@ def _last_held(shard):
     return getattr(shard, "last", None)
 
 
-@fault(
-    "a base is taken again in the same call",
-    "Replication._fill_otherwise",
-    scenario="base once",
+@instead(
+    "a base is taken again in the same call", "Replication._fill_otherwise", scenario="base once"
 )
-def _(fill):
-    def faulty(self, *args):
-        self.first = getattr(self._target, "first", None) or self._target.base
-        self._target.first = self._target.base = self.first
-        fill(self, *args)
-
-    return faulty
+def _(fill, self, *args):
+    self.first = getattr(self._target, "first", None) or self._target.base
+    self._target.first = self._target.base = self.first
+    fill(self, *args)
 
 
-@fault(
-    "what deltas have brought is told at once",
-    "Progress.fill",
-    scenario="stray cell",
-)
-def _(fill):
-    def faulty(self, bytes_read):
-        self.add(np.arange(len(self.done)), bytes_read)
-
-    return faulty
+@instead("what deltas have brought is told at once", "Progress.fill", scenario="stray cell")
+def _(fill, self, bytes_read):
+    self.add(np.arange(len(self.done)), bytes_read)
 
 
-@fault(
+@instead(
     "what deltas have brought is told by who makes its call again",
     "Progress.serve",
     scenario="stray cell, seat lost",
 )
-def _(serve):
-    def faulty(self, mark):
-        self.is_unproven = False
-        serve(self, mark)
-
-    return faulty
+def _(serve, self, mark):
+    self.is_unproven = False
+    serve(self, mark)
 
 
 @fault(
@@ -85,37 +68,25 @@ def _(encode):
     return lambda self: encode(records.Ready(self.value))
 
 
-@fault(
+@instead(
     "who has read in full suspects its source of what deltas have made",
     "Verification.verify",
     scenario="one without digests",
 )
-def _(verify):
-    def faulty(self, source, **options):
-        try:
-            verify(self, source, **options)
-        except CorruptWeights as error:
-            raise CorruptWeights(error.model, error.version, error.fqn, source) from error
-
-    return faulty
+def _(verify, self, source, **options):
+    try:
+        verify(self, source, **options)
+    except CorruptWeights as error:
+        raise CorruptWeights(error.model, error.version, error.fqn, source) from error
 
 
-@fault(
-    "only the first delta of a chain is applied",
-    "DeltaRead.scatter",
-    scenario="by deltas",
-)
-def _(scatter):
-    def faulty(self, staged):
-        scatter(self, {key: found[:1] for key, found in staged.items()})
-
-    return faulty
+@instead("only the first delta of a chain is applied", "DeltaRead.scatter", scenario="by deltas")
+def _(scatter, self, staged):
+    scatter(self, {key: found[:1] for key, found in staged.items()})
 
 
 fault(
-    "a delta that is being made is waited for without a bound",
-    "wait_s",
-    scenario="delta coming",
+    "a delta that is being made is waited for without a bound", "wait_s", scenario="delta coming"
 )(lambda wait_s: lambda *_: math.inf)
 
 
@@ -138,14 +109,11 @@ def _(was):
     return asks if was.__name__ == "ask" else waits
 
 
-@fault(
+@instead(
     "who learns late that it holds what deltas brought tells nobody",
     "OwnWord.void_unless_held",
     scenario="late end, learned later",
 )
-def _(void_unless_held):
-    def faulty(self):
-        if self._ledger.holds is None:
-            self.void()
-
-    return faulty
+def _(void_unless_held, self):
+    if self._ledger.holds is None:
+        self.void()

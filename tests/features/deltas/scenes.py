@@ -19,7 +19,7 @@ from features.deltas.ringed import (
     update,
 )
 from replicas import Process
-from scenes import SCENES, Scene, puts
+from scenes import SCENES, Scene, named, puts
 
 from torch_ros.errors import SourceLost, TorchRosError
 from torch_ros.features.deltas import reading as delta_reading
@@ -329,15 +329,10 @@ def coming(scene: Scene) -> None:
         played(scene)
 
 
-SCENES |= {
-    "by deltas": by_deltas,
-    "rewritten": rewritten,
-    "stray cell": stray_cell,
+SCENES |= named(
+    by_deltas, rewritten, stray_cell, late_end, base_once, not_held, one_without_digests
+) | {
     "stray cell, seat lost": partial(stray_cell, loses_seat=True),
-    "late end": late_end,
     "late end, learned later": partial(late_end, fails=True),
-    "base once": base_once,
-    "not held": not_held,
-    "one without digests": one_without_digests,
     "delta coming": coming,
 }

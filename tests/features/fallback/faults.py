@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 import msgspec
-from faults import edited, fault, without
+from faults import edited, fault, instead, without
 
 from torch_ros import errors
 from torch_ros.features.fallback import rules
@@ -26,75 +26,59 @@ fault(
 )(lambda _: lambda self, view, seat, now_s: not rules.is_held(view, seat))
 
 
-@fault(
+@instead(
     "time in which somebody has held something counts for the bucket",
     "Quiet.has_lasted",
     scenario="held in between",
 )
-def _(has_lasted):
-    def faulty(self, view, seat, now_s):
-        self._written = math.inf
-        if rules.is_held(view, seat):
-            return False
-        was_begun = self._rev > 0
-        lasted = has_lasted(self, view, seat, now_s) if was_begun else False
-        if not was_begun:
-            self._since_s, self._seen_s, self._rev = now_s, now_s, view.rev
-        return lasted
-
-    return faulty
+def _(has_lasted, self, view, seat, now_s):
+    self._written = math.inf
+    if rules.is_held(view, seat):
+        return False
+    was_begun = self._rev > 0
+    lasted = has_lasted(self, view, seat, now_s) if was_begun else False
+    if not was_begun:
+        self._since_s, self._seen_s, self._rev = now_s, now_s, view.rev
+    return lasted
 
 
-@fault(
+@instead(
     "time without a seat, or without a store, counts for the bucket",
     "FallingBack._quiet_of",
     scenario="store away, and a bucket",
 )
-def _(quiet_of):
-    def faulty(self, seat, number):
-        self._inst = seat.inst
-        quiet = quiet_of(self, seat, number)
-        if self._quiet is None:
-            self._quiet = quiet = rules.Quiet(seat, number, 10)
-        quiet._ttl_s = math.inf
-        return quiet
-
-    return faulty
+def _(quiet_of, self, seat, number):
+    self._inst = seat.inst
+    quiet = quiet_of(self, seat, number)
+    if self._quiet is None:
+        self._quiet = quiet = rules.Quiet(seat, number, 10)
+    quiet._ttl_s = math.inf
+    return quiet
 
 
-fault(
-    "the bucket's run is the newest",
-    "number_of",
-    scenario="opens beside a bucket's",
-)(lambda number_of: lambda run, numbers: 10**6 if run == OUTSIDE else number_of(run, numbers))
-
-
-@fault(
-    "a trainer publishes in the bucket's run",
-    "choose_run",
-    scenario="opens beside a bucket's",
+fault("the bucket's run is the newest", "number_of", scenario="opens beside a bucket's")(
+    lambda number_of: lambda run, numbers: 10**6 if run == OUTSIDE else number_of(run, numbers)
 )
-def _(choose_run):
-    def faulty(view, who):
-        key = who.keys.run(OUTSIDE)
-        if who.run is None and (entry := view.get(key)):
-            return OUTSIDE, [], (Created(key, entry.create_rev),)
-        return choose_run(view, who)
-
-    return faulty
 
 
-@fault(
+@instead(
+    "a trainer publishes in the bucket's run", "choose_run", scenario="opens beside a bucket's"
+)
+def _(choose_run, view, who):
+    key = who.keys.run(OUTSIDE)
+    if who.run is None and (entry := view.get(key)):
+        return OUTSIDE, [], (Created(key, entry.create_rev),)
+    return choose_run(view, who)
+
+
+@instead(
     "a run that only archivers are in is taken for one that trains",
     "_live_runs",
     scenario="only an archiver is left",
 )
-def _(live_runs):
-    def faulty(view, who):
-        live, _ = live_runs(view, who)
-        return live, live - {OUTSIDE}
-
-    return faulty
+def _(live_runs, view, who):
+    live, _ = live_runs(view, who)
+    return live, live - {OUTSIDE}
 
 
 fault(
@@ -104,122 +88,90 @@ fault(
 )(lambda _: lambda *_: False)
 
 
-@fault(
+@instead(
     "a run that has the name of the bucket's begins below its number",
     "choose_run",
     scenario="trainer restarts",
 )
-def _(choose_run):
-    def faulty(view, who):
-        return choose_run(view, dataclasses.replace(who, former_run=(0, who.former_run[1])))
-
-    return faulty
+def _(choose_run, view, who):
+    return choose_run(view, dataclasses.replace(who, former_run=(0, who.former_run[1])))
 
 
-@fault(
-    "a number below the bucket's is gone",
-    "_resolve",
-    scenario="opens beside a bucket's",
-)
-def _(resolve):
-    def faulty(view, keys, spec):
-        offers = versions.offered(view, keys)
-        ref = offers[0][0].ref if offers else None
-        if ref and ref.run == OUTSIDE and (spec.absolute or ref.version) < ref.version:
-            raise errors.VersionNotFound(keys.model, str(spec), "it is gone")
-        return resolve(view, keys, spec)
-
-    return faulty
+@instead("a number below the bucket's is gone", "_resolve", scenario="opens beside a bucket's")
+def _(resolve, view, keys, spec):
+    offers = versions.offered(view, keys)
+    ref = offers[0][0].ref if offers else None
+    if ref and ref.run == OUTSIDE and (spec.absolute or ref.version) < ref.version:
+        raise errors.VersionNotFound(keys.model, str(spec), "it is gone")
+    return resolve(view, keys, spec)
 
 
-@fault(
+@instead(
     "the bucket's version of a number is taken for the trainer's",
     "newer",
     scenario="trainer restarts",
 )
-def _(newer):
-    def faulty(view, keys, spec, held):
-        return None if spec.absolute == held.version else newer(view, keys, spec, held)
-
-    return faulty
+def _(newer, view, keys, spec, held):
+    return None if spec.absolute == held.version else newer(view, keys, spec, held)
 
 
-@fault(
+@instead(
     "where a version may be missing, no bucket is waited for",
     "FallingBack.__init__",
     scenario="nothing archived",
 )
-def _(init):
-    def faulty(self, shard, below, spec, deadline):
-        init(self, shard, below, spec, deadline)
-        self._spec = spec
-
-    return faulty
+def _(init, self, shard, below, spec, deadline):
+    init(self, shard, below, spec, deadline)
+    self._spec = spec
 
 
 fault(
-    "what the dead have left is held",
-    "Quiet.outlasts_the_dead",
-    scenario="killed in a publication",
+    "what the dead have left is held", "Quiet.outlasts_the_dead", scenario="killed in a publication"
 )(lambda _: lambda self, now_s: self._held_s is not None)
 
 
-@fault(
-    "a bucket that does not answer has nothing",
-    "FallingBack._ask",
-    scenario="nothing archived",
+@instead(
+    "a bucket that does not answer has nothing", "FallingBack._ask", scenario="nothing archived"
 )
-def _(ask):
-    def faulty(self, call):
-        try:
-            ask(self, call)
-        except errors.BucketError:
-            self._has_none = True
-
-    return faulty
+def _(ask, self, call):
+    try:
+        ask(self, call)
+    except errors.BucketError:
+        self._has_none = True
 
 
-@fault(
+@instead(
     "a version of a bucket that could not be read is tried again",
     "FallingBack.is_passed_over",
     scenario="corrupt in a bucket",
 )
-def _(is_passed_over):
-    def faulty(self, decided, error):
-        is_again = is_passed_over(self, decided, error)
-        self._avoided.clear()
-        return is_again
-
-    return faulty
+def _(is_passed_over, self, decided, error):
+    is_again = is_passed_over(self, decided, error)
+    self._avoided.clear()
+    return is_again
 
 
-@fault(
+@instead(
     "who could not read a version of a bucket waits again before the next",
     "FallingBack.is_passed_over",
     scenario="corrupt in a bucket",
 )
-def _(is_passed_over):
-    def faulty(self, decided, error):
-        is_again = is_passed_over(self, decided, error)
-        if self._quiet is not None:
-            self._quiet.begin()
-        return is_again
-
-    return faulty
+def _(is_passed_over, self, decided, error):
+    is_again = is_passed_over(self, decided, error)
+    if self._quiet is not None:
+        self._quiet.begin()
+    return is_again
 
 
-@fault(
+@instead(
     "who could not read a version does not look who has published meanwhile",
     "Quiet.has_lasted",
     scenario="trained while corrupt",
 )
-def _(has_lasted):
-    def faulty(self, view, seat, now_s):
-        was_over, lasted = self.is_over, has_lasted(self, view, seat, now_s)
-        self.is_over = self.is_over or was_over
-        return lasted or (was_over and not rules.is_held(view, seat))
-
-    return faulty
+def _(has_lasted, self, view, seat, now_s):
+    was_over, lasted = self.is_over, has_lasted(self, view, seat, now_s)
+    self.is_over = self.is_over or was_over
+    return lasted or (was_over and not rules.is_held(view, seat))
 
 
 fault(
@@ -236,12 +188,7 @@ fault(
 )(lambda _: lambda *_: False)
 
 
-fault(
-    "a bucket's newest number is its newest version",
-    "_age",
-    "living",
-    scenario="dead lineage",
-)(
+fault("a bucket's newest number is its newest version", "_age", "living", scenario="dead lineage")(
     lambda was: (
         (lambda of: of.version)
         if was.__name__ == "_age"
@@ -257,17 +204,12 @@ fault(
 )(lambda _: lambda *_: True)
 
 
-@fault(
-    "a version of a bucket is shown before it is there",
-    "FallingBack.fill",
-    scenario="cold start",
+@instead(
+    "a version of a bucket is shown before it is there", "FallingBack.fill", scenario="cold start"
 )
-def _(fill):
-    def faulty(self, call, meter):
-        self._shard.word.serve(call.mark)
-        return fill(self, call, meter)
-
-    return faulty
+def _(fill, self, call, meter):
+    self._shard.word.serve(call.mark)
+    return fill(self, call, meter)
 
 
 fault(

@@ -8,7 +8,18 @@ import numpy as np
 from buckets import OLD_NUMBER, OLD_RUN, PIECES, READ_S, URL, ModelBucket
 from checks import demand
 from replicas import TTL_S, Process
-from scenes import LINGER_S, SCENES, SOON_S, Scene, _close, publish, puts, replicate, unpublish
+from scenes import (
+    LINGER_S,
+    SCENES,
+    SOON_S,
+    Scene,
+    _close,
+    named,
+    publish,
+    puts,
+    replicate,
+    unpublish,
+)
 
 from torch_ros.errors import BucketError, DeadlineExceeded, TorchRosError, UsageError
 from torch_ros.features.fallback.rules import TTLS
@@ -325,8 +336,7 @@ def killed_in_a_publication(scene: Scene) -> None:
         demand(got == 7, f"I16: it begins with {got}")
         scene.reach("over")
 
-    scene.start("t", first, size=2)
-    scene.play()
+    scene.play(2, t=first)
 
 
 def corrupt(scene: Scene) -> None:
@@ -541,23 +551,24 @@ def given_to_one_rank(scene: Scene) -> None:
     scene.play()
 
 
-SCENES |= {
-    "cold start": cold_start,
-    "decided at once": decided_at_once,
+SCENES |= named(
+    cold_start,
+    decided_at_once,
+    trained_meanwhile,
+    held_in_between,
+    trainer_restarts,
+    nothing_archived,
+    killed_in_a_publication,
+    trained_while_corrupt,
+    dead_lineage,
+    goes_back,
+    nothing_to_archive,
+) | {
     "reader of a bucket dies": reader_dies,
-    "trained meanwhile": trained_meanwhile,
-    "held in between": held_in_between,
     "store away, and a bucket": store_away,
-    "trainer restarts": trainer_restarts,
-    "nothing archived": nothing_archived,
     "only an archiver is left": archiver_is_left,
-    "killed in a publication": killed_in_a_publication,
     "corrupt in a bucket": corrupt,
     "all corrupt in a bucket": all_corrupt,
-    "trained while corrupt": trained_while_corrupt,
-    "dead lineage": dead_lineage,
     "opens beside a bucket's": opens_beside,
-    "goes back": goes_back,
-    "nothing to archive": nothing_to_archive,
     "a bucket of one rank": given_to_one_rank,
 }

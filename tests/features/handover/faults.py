@@ -3,7 +3,7 @@
 import dataclasses
 
 import msgspec
-from faults import edited, fault, not_on, said, spare
+from faults import edited, fault, instead, not_on, said, spare
 
 from torch_ros.features.handover import archives, rules
 from torch_ros.store.loops import Act, Wait
@@ -14,13 +14,12 @@ fault("what is retained here is stayed for by all", "retention:awaited", scenari
 )
 
 
-@fault("what is retained here is stayed for by nobody", "handover:_keeping", scenario="closes here")
-def _(keeping):
-    def faulty(*args):
-        keep = keeping(*args)
-        return dataclasses.replace(keep, is_needed=keep.is_needed and not keep.only_in)
-
-    return faulty
+@instead(
+    "what is retained here is stayed for by nobody", "handover:_keeping", scenario="closes here"
+)
+def _(keeping, *args):
+    keep = keeping(*args)
+    return dataclasses.replace(keep, is_needed=keep.is_needed and not keep.only_in)
 
 
 fault("the name is not free while it lingers", "give_up", scenario="started again")(
@@ -48,29 +47,19 @@ fault("a rank that died lingering is not missed", "linger", scenario="dies linge
 )
 
 
-@fault("what lingers drains without a word", "linger", scenario="drains at the end")
-def _(linger):
-    def faulty(view, each, world_size):
-        step = linger(view, each, world_size)
-        is_put = isinstance(step, Act) and isinstance(step.txn.ops[0], Put)
-        return Wait("", rules.linger_ranges(each)) if is_put else step
-
-    return faulty
+@instead("what lingers drains without a word", "linger", scenario="drains at the end")
+def _(linger, view, each, world_size):
+    step = linger(view, each, world_size)
+    is_put = isinstance(step, Act) and isinstance(step.txn.ops[0], Put)
+    return Wait("", rules.linger_ranges(each)) if is_put else step
 
 
-@fault(
-    "a rank that closes does not wait for its peers",
-    "give_up",
-    scenario="lingers",
-)
-def _(give_up):
-    def faulty(view, seat, leaving, **kwargs):
-        step = give_up(view, seat, leaving, **kwargs)
-        if isinstance(step, Wait):
-            return give_up(view, dataclasses.replace(seat, world_size=1), leaving, **kwargs)
-        return step
-
-    return faulty
+@instead("a rank that closes does not wait for its peers", "give_up", scenario="lingers")
+def _(give_up, view, seat, leaving, **kwargs):
+    step = give_up(view, seat, leaving, **kwargs)
+    if isinstance(step, Wait):
+        return give_up(view, dataclasses.replace(seat, world_size=1), leaving, **kwargs)
+    return step
 
 
 fault("who leaves lets nobody finish", "let_finish", scenario="leaves")(
@@ -78,15 +67,12 @@ fault("who leaves lets nobody finish", "let_finish", scenario="leaves")(
 )
 
 
-@fault("who leaves admits newcomers", "let_finish", scenario="leaves")
-def _(let_finish):
-    def faulty(view, seat, leaving, **options):
-        step = let_finish(view, seat, leaving, **options)
-        if isinstance(step, Act):
-            return Wait("", rules.let_finish_ranges(seat, leaving))
-        return step
-
-    return faulty
+@instead("who leaves admits newcomers", "let_finish", scenario="leaves")
+def _(let_finish, view, seat, leaving, **options):
+    step = let_finish(view, seat, leaving, **options)
+    if isinstance(step, Act):
+        return Wait("", rules.let_finish_ranges(seat, leaving))
+    return step
 
 
 fault("close ignores archivers", "archives:behind", scenario="last version")(
@@ -99,16 +85,13 @@ fault("archivers are stayed for, and want nothing", "handover:_wanted", scenario
 )
 
 
-@fault("who lingers does not watch archivers", "linger", scenario="last version")
-def _(linger):
-    def faulty(view, each, world_size):
-        step = linger(view, each, world_size)
-        if isinstance(step, Wait):
-            ranges = tuple(r for r in step.ranges if r != each.keys.archives())
-            return msgspec.structs.replace(step, ranges=ranges)
-        return step
-
-    return faulty
+@instead("who lingers does not watch archivers", "linger", scenario="last version")
+def _(linger, view, each, world_size):
+    step = linger(view, each, world_size)
+    if isinstance(step, Wait):
+        ranges = tuple(r for r in step.ranges if r != each.keys.archives())
+        return msgspec.structs.replace(step, ranges=ranges)
+    return step
 
 
 fault("archivers count by number", "_is_behind", scenario="last version anew")(
@@ -121,12 +104,7 @@ fault("what an archiver says outlives it", "archives:say", scenario="archiver di
 )
 
 
-@fault(
-    "unpublish looks at archivers",
-    "keeping",
-    "keeping_ranges",
-    scenario="bucket is dead",
-)
+@fault("unpublish looks at archivers", "keeping", "keeping_ranges", scenario="bucket is dead")
 def _(rule):
     def ranges(keys, *args):
         return (*rule(keys, *args), keys.archives())
@@ -139,7 +117,5 @@ def _(rule):
 
 
 fault(
-    "an archiver that has something newer is stayed for",
-    "_is_behind",
-    scenario="archiver is ahead",
+    "an archiver that has something newer is stayed for", "_is_behind", scenario="archiver is ahead"
 )(lambda _: lambda said, ref: said.uid != ref.uid)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from checks import Broken, demand
+from checks import demand, never
 from kit import feature
 from replicas import TTL_S, Process
 from scenes import (
@@ -18,6 +18,8 @@ from scenes import (
     _await_reader,
     _close,
     deletes,
+    meet,
+    named,
     publish,
     puts,
     read_from,
@@ -86,9 +88,7 @@ def leaves(scene: Scene, *, read_s: float, within_s: float, reroutes: int) -> No
     # The trainer is far away, so the two read from the one that leaves.
     scene.start("t", train, size=1, datacenter="west")
     scene.start("r0", leaving, size=size, spot=scene.seed % 3 == 0)
-    scene.start("r1", read, size=1)
-    scene.start("late", late, size=1)
-    scene.play()
+    scene.play(r1=read, late=late)
 
 
 def leaves_with_a_copy(scene: Scene) -> None:
@@ -331,10 +331,8 @@ def lingers(scene: Scene) -> None:
         scene.reach("has 1")
         scene.until("t.1/0 has 2")
         scene.sleep(8)
-        try:
+        with never(TorchRosError, "I4: version 2 is lost"):
             demand(me.handle.update(timeout_s=5), "I4: version 2 is lost")
-        except TorchRosError as error:
-            raise Broken(f"I4: version 2 is lost: {error}") from error
         scene.checks.returned(me, 2)
 
     scene.start("r", read, size=1, retain=("latest",))
@@ -452,10 +450,8 @@ def both_close(scene: Scene) -> None:
     def read(me: Process) -> None:
         scene.until("t looks")
         scene.sleep(10)
-        try:
+        with never(TorchRosError, "I4: version 1 is lost"):
             replicate(me, timeout_s=5)
-        except TorchRosError as error:
-            raise Broken(f"I4: version 1 is lost: {error}") from error
 
     scene.start("r", read, size=1, retain=("latest",))
     scene.start("t", train, size=1, linger_s=30.0)
@@ -517,8 +513,7 @@ def ends_half_released(scene: Scene) -> None:
     def train(me: Process) -> None:
         publish(me, 1)
         unpublish(me)
-        scene.reach(f"{me} has a copy")
-        scene.until("t.1/0 has a copy", "t.1/1 has a copy")
+        meet(me, "has a copy")
         seat = me.handle._shard.group.seat
         scene.hold(f"{me} comes back", me, puts("/shards/t@"), lambda: "u has 2" in scene.reached)
         if me.rank == 0:
@@ -545,27 +540,27 @@ def ends_half_released(scene: Scene) -> None:
 
     scene.start("r", read, size=1, retain=("latest",))
     scene.start("t", train, linger_s=30.0)
-    scene.start("u", overtake, size=1)
-    scene.play()
+    scene.play(u=overtake)
 
 
-SCENES |= {
-    "lingers": lingers,
-    "started again": started_again,
-    "spot only": spot_only,
-    "drains at the end": drains_at_the_end,
-    "both close": both_close,
-    "no witness": no_witness,
-    "dies lingering": dies_lingering,
-    "ends half released": ends_half_released,
-    "last version": last_version,
-    "last version anew": last_version_anew,
-    "archiver dies": archiver_dies,
-    "bucket is dead": bucket_is_dead,
-    "archiver is ahead": archiver_is_ahead,
-    "archived elsewhere": archived_elsewhere,
-    "archiver comes back": archiver_comes_back,
-    "leaves with a copy": leaves_with_a_copy,
+SCENES |= named(
+    lingers,
+    started_again,
+    spot_only,
+    drains_at_the_end,
+    both_close,
+    no_witness,
+    dies_lingering,
+    ends_half_released,
+    last_version,
+    last_version_anew,
+    archiver_dies,
+    bucket_is_dead,
+    archiver_is_ahead,
+    archived_elsewhere,
+    archiver_comes_back,
+    leaves_with_a_copy,
+) | {
     "leaves": partial(leaves, read_s=0.5, within_s=20.0, reroutes=0),
     "leaves in a hurry": partial(leaves, read_s=1.0, within_s=2.0, reroutes=1),
 }

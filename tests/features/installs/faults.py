@@ -1,68 +1,45 @@
 """Faults to plant in what tells which versions engines use."""
 
 import msgspec
-from faults import fault
+from faults import fault, instead
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import TorchRosError
 from torch_ros.protocol import records
 from torch_ros.store.loops import Done
 
-fault(
-    "a replica that has vanished is gone",
-    "installs:TTLS",
-    scenario="wiped while waited",
-)(lambda ttls: 0)
+fault("a replica that has vanished is gone", "installs:TTLS", scenario="wiped while waited")(
+    lambda ttls: 0
+)
 
 
 fault(
-    "the number that was entered is active",
-    "Installing._content",
-    scenario="published in a block",
+    "the number that was entered is active", "Installing._content", scenario="published in a block"
 )(lambda content: lambda self: self._ref)
 
 
-fault(
-    "who waits for answers looks once a second",
-    "FOLLOW_S",
-    scenario="heard at once",
-)(lambda follow_s: 1.0)
-
-
-@fault("who enters is active still", "Install.entered")
-def _(entered):
-    def faulty(self, ref, attempt):
-        return msgspec.structs.replace(entered(self, ref, attempt), active=self.active)
-
-    return faulty
-
-
-@fault(
-    "a rejection is told if the store takes it now",
-    "Installs.tell",
-    scenario="told later",
+fault("who waits for answers looks once a second", "FOLLOW_S", scenario="heard at once")(
+    lambda follow_s: 1.0
 )
-def _(tell):
-    def faulty(self, rule):
-        soon = Deadline("telling", 1.0)
-        try:
-            return self.write(rule, soon)
-        except TorchRosError:
-            return None
-
-    return faulty
 
 
-@fault(
-    "who left badly is not believed if all seemed well",
-    "reject",
-    scenario="left badly",
-)
-def _(rule):
-    def faulty(view, seat, attempt, rejection):
-        there = records.Install.at(view, seat.keys.install(seat.inst))
-        if there is not None and there.active is not None:
-            return Done(there)
-        return rule(view, seat, attempt, rejection)
+@instead("who enters is active still", "Install.entered")
+def _(entered, self, ref, attempt):
+    return msgspec.structs.replace(entered(self, ref, attempt), active=self.active)
 
-    return faulty
+
+@instead("a rejection is told if the store takes it now", "Installs.tell", scenario="told later")
+def _(tell, self, rule):
+    soon = Deadline("telling", 1.0)
+    try:
+        return self.write(rule, soon)
+    except TorchRosError:
+        return None
+
+
+@instead("who left badly is not believed if all seemed well", "reject", scenario="left badly")
+def _(rule, view, seat, attempt, rejection):
+    there = records.Install.at(view, seat.keys.install(seat.inst))
+    if there is not None and there.active is not None:
+        return Done(there)
+    return rule(view, seat, attempt, rejection)

@@ -7,7 +7,7 @@ from functools import partial
 
 from checks import demand
 from replicas import TTL_S, Breaks, Process
-from scenes import SCENES, Scene, publish, puts, unpublish
+from scenes import SCENES, Scene, named, publish, puts, unpublish
 from world import Broken
 
 from torch_ros.errors import CallMismatch, InstallRejected, TorchRosError
@@ -196,12 +196,9 @@ def rejected_since(scene: Scene) -> None:
     scene.play()
 
 
-SCENES |= {
-    "rejected since": rejected_since,
-    "wiped while waited": wiped_while_waited,
-    "published in a block": published_in_a_block,
-    "told later": told_later,
-    "heard at once": heard_at_once,
+SCENES |= named(
+    rejected_since, wiped_while_waited, published_in_a_block, told_later, heard_at_once
+) | {
     "left badly": partial(one_left_badly, lease_ends=False),
     "left badly, and came back": partial(one_left_badly, lease_ends=True),
 }

@@ -2,29 +2,23 @@
 
 import fcntl
 
-from faults import fault
+from faults import fault, instead
 from planting import changed
 
 from torch_ros.features.lending import borrowing
 from torch_ros.store.loops import Wait
 
 
-@fault("a lent buffer is filled again", "LentMemory.close", scenario="stays")
-def _(close):
-    def faulty(self):
-        self.is_closed = True
-        return True
-
-    return faulty
+@instead("a lent buffer is filled again", "LentMemory.close", scenario="stays")
+def _(close, self):
+    self.is_closed = True
+    return True
 
 
-@fault("a borrower locks nothing", "Loan.__init__", scenario="stays")
-def _(init):
-    def faulty(self, *args):
-        init(self, *args)
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
-
-    return faulty
+@instead("a borrower locks nothing", "Loan.__init__", scenario="stays")
+def _(init, self, *args):
+    init(self, *args)
+    fcntl.flock(self._fd, fcntl.LOCK_UN)
 
 
 @fault(
@@ -38,50 +32,32 @@ def _(word):
 
 
 @fault(
-    "the fill is not cleared before a content is written",
-    "LentMemory.begin",
-    scenario="lost lock",
+    "the fill is not cleared before a content is written", "LentMemory.begin", scenario="lost lock"
 )
 def _(begin):
     return lambda self: None
 
 
-@fault(
-    "who leaves does not look at the fill",
-    "Loan.is_intact",
-    scenario="lost lock",
-)
+@fault("who leaves does not look at the fill", "Loan.is_intact", scenario="lost lock")
 def _(is_intact):
     return True
 
 
-@fault(
-    "the fill is looked at before the devices are done",
-    "Loans.leave",
-    scenario="kernels last",
+@instead(
+    "the fill is looked at before the devices are done", "Loans.leave", scenario="kernels last"
 )
-def _(leave):
-    def faulty(self):
-        is_intact = all(loan.is_intact for loan in self.loans)
-        with changed("Loan.is_intact", lambda _: is_intact):
-            leave(self)
-
-    return faulty
-
-
-@fault(
-    "who leaves unlocks before it looks at the fill",
-    "Loans.leave",
-    scenario="left in order",
-)
-def _(leave):
-    def faulty(self):
-        for loan in self.loans:
-            loan.end()
-        borrowing.time.sleep(1.0)
+def _(leave, self):
+    is_intact = all(loan.is_intact for loan in self.loans)
+    with changed("Loan.is_intact", lambda _: is_intact):
         leave(self)
 
-    return faulty
+
+@instead("who leaves unlocks before it looks at the fill", "Loans.leave", scenario="left in order")
+def _(leave, self):
+    for loan in self.loans:
+        loan.end()
+    borrowing.time.sleep(1.0)
+    leave(self)
 
 
 @fault("what was left stays locked", "Loan.end", scenario="left in order")
@@ -89,44 +65,28 @@ def _(end):
     return lambda self: None
 
 
-@fault("what is lent already does not count", "Lender.lend", scenario="bound")
-def _(lend):
-    def faulty(self, copy):
-        self._open.clear()
-        lend(self, copy)
-
-    return faulty
+@instead("what is lent already does not count", "Lender.lend", scenario="bound")
+def _(lend, self, copy):
+    self._open.clear()
+    lend(self, copy)
 
 
-@fault(
-    "what is not published any more can be borrowed still",
-    "Lender.lend",
-    scenario="bound",
-)
-def _(lend):
-    def faulty(self, copy):
-        were_open = [each for each in self._open if not each.is_closed]
-        lend(self, copy)
-        for each in were_open:
-            if each.is_closed:
-                each.open()
-
-    return faulty
+@instead("what is not published any more can be borrowed still", "Lender.lend", scenario="bound")
+def _(lend, self, copy):
+    were_open = [each for each in self._open if not each.is_closed]
+    lend(self, copy)
+    for each in were_open:
+        if each.is_closed:
+            each.open()
 
 
-@fault(
-    "who waits to borrow watches versions only",
-    "_until_one_lends",
-    scenario="lends late",
-)
+@fault("who waits to borrow watches versions only", "_until_one_lends", scenario="lends late")
 def _(until_one_lends):
     return lambda keys, ref: Wait(until_one_lends(keys, ref).reason, (keys.versions(),))
 
 
 @fault(
-    "a copy has no name until its rank knows the end",
-    "OwnWord.show_nothing",
-    scenario="lends late",
+    "a copy has no name until its rank knows the end", "OwnWord.show_nothing", scenario="lends late"
 )
 def _(show_nothing):
     return lambda self, mark, *_: show_nothing(self, mark)

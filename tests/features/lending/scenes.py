@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from checks import are_of, demand
 from replicas import Process
-from scenes import SCENES, Scene
+from scenes import SCENES, Scene, named
 
 from torch_ros.copies import transforms
 from torch_ros.copies.buffers import Copying
@@ -82,9 +82,7 @@ def stays(scene: Scene) -> None:
         borrow(me, 3, reach="has 3", until="published")
 
     scene.start("t", train, borrow_bytes=SHARD_BYTES)
-    scene.start("r1", first, size=1)
-    scene.start("r2", second, size=1)
-    scene.play()
+    scene.play(r1=first, r2=second)
     demand({"has 1", "has 3"} <= scene.reached, "a version was not borrowed")
 
 
@@ -108,8 +106,7 @@ def locked_late(scene: Scene) -> None:
         scene.reach("borrowed")
 
     scene.start("t", train, size=1, borrow_bytes=2 * SHARD_BYTES)
-    scene.start("r", read, size=1)
-    scene.play()
+    scene.play(r=read)
 
 
 def lost_lock(scene: Scene) -> None:
@@ -145,8 +142,7 @@ def lost_lock(scene: Scene) -> None:
 
     with patch.object(transforms, "copy_bits", slow_copy):
         scene.start("t", train, size=1, borrow_bytes=SHARD_BYTES)
-        scene.start("r", read, size=1)
-        scene.play()
+        scene.play(r=read)
     demand("told" in scene.reached, "I11: nobody told the borrower that its loan was broken")
 
 
@@ -174,8 +170,7 @@ def kernels_last(scene: Scene) -> None:
                 scene.reach("told")
 
     scene.start("t", train, size=1, borrow_bytes=SHARD_BYTES)
-    scene.start("r", read, size=1)
-    scene.play()
+    scene.play(r=read)
     demand("told" in scene.reached, "I11: a kernel read what was written, and nobody was told")
 
 
@@ -203,8 +198,7 @@ def left_in_order(scene: Scene) -> None:
         scene.reach("borrowed 9")
 
     scene.start("t", train, size=1, borrow_bytes=SHARD_BYTES)
-    scene.start("r", read, size=1)
-    scene.play()
+    scene.play(r=read)
     demand("borrowed 9" in scene.reached, "I11: what was given back is not lent again")
 
 
@@ -230,9 +224,7 @@ def dies_borrowing(scene: Scene) -> None:
         scene.reach("borrowed 2")
 
     scene.start("t", train, size=1, borrow_bytes=SHARD_BYTES)
-    scene.start("r1", die, size=1)
-    scene.start("r2", read, size=1)
-    scene.play()
+    scene.play(r1=die, r2=read)
     demand("borrowed 2" in scene.reached, "I11: what a dead borrower had is not lent again")
 
 
@@ -304,19 +296,10 @@ def lends_late(scene: Scene) -> None:
 
     scene.start("t1", first, size=1, borrow_bytes=SHARD_BYTES)
     scene.start("t2", second, borrow_bytes=SHARD_BYTES)
-    scene.start("r1", read, size=1)
-    scene.start("r2", late, size=1)
-    scene.play()
+    scene.play(r1=read, r2=late)
     demand("borrowed" in scene.reached, "nobody borrowed")
 
 
-SCENES |= {
-    "lends late": lends_late,
-    "stays": stays,
-    "locked late": locked_late,
-    "lost lock": lost_lock,
-    "kernels last": kernels_last,
-    "left in order": left_in_order,
-    "dies borrowing": dies_borrowing,
-    "bound": bound,
-}
+SCENES |= named(
+    lends_late, stays, locked_late, lost_lock, kernels_last, left_in_order, dies_borrowing, bound
+)

@@ -1,6 +1,6 @@
 """Faults to plant in what slow readers do."""
 
-from faults import fault
+from faults import fault, instead
 from planting import changed
 
 from torch_ros.features.pace import rules
@@ -8,13 +8,10 @@ from torch_ros.protocol.seat import call_now, calls_of
 from torch_ros.store.loops import Done
 
 
-@fault("a slow source is left for a far one", "another", scenario="slow seed")
-def _(another):
-    def faulty(*args, **options):
-        with changed("distance", lambda _: lambda *_: 0):
-            return another(*args, **options)
-
-    return faulty
+@instead("a slow source is left for a far one", "another", scenario="slow seed")
+def _(another, *args, **options):
+    with changed("distance", lambda _: lambda *_: 0):
+        return another(*args, **options)
 
 
 fault("who is slow relays on", "step_aside", scenario="slow relay")(
@@ -27,25 +24,19 @@ def _(step_aside):
     return lambda view, seat, call, **_: step_aside(view, seat, call, ())
 
 
-@fault("no answer is a refusal", "ClaimedSources.glance", scenario="unheard")
-def _(glance):
-    def faulty(self, ranges, rule, *, unknown):
-        return glance(self, ranges, rule, unknown=unknown if unknown is not None else self.known)
-
-    return faulty
+@instead("no answer is a refusal", "ClaimedSources.glance", scenario="unheard")
+def _(glance, self, ranges, rule, *, unknown):
+    return glance(self, ranges, rule, unknown=unknown if unknown is not None else self.known)
 
 
-@fault(
+@instead(
     "a slow one is a leaf before it hears of it",
     "choose_again",
     "another",
     scenario="unheard, and orphaned",
 )
-def _(rule):
-    def faulty(view, seat, call, **options):
-        return rule(view, seat, call_now(view, seat, call), **options)
-
-    return faulty
+def _(rule, view, seat, call, **options):
+    return rule(view, seat, call_now(view, seat, call), **options)
 
 
 fault("nobody need relay", "_filling", scenario="last relay")(lambda _: lambda *_: (99, 0))
@@ -82,11 +73,9 @@ def _(is_behind):
 fault("a relay tells nobody its rate", "Progress.tell_rate", scenario="slow behind a slow one")(
     lambda _: lambda self, bytes_per_s: None
 )
-fault(
-    "to wait for a source is to be slow",
-    "Landings.resume",
-    scenario="slow behind a slow one",
-)(lambda _: lambda self, now_s: None)
+fault("to wait for a source is to be slow", "Landings.resume", scenario="slow behind a slow one")(
+    lambda _: lambda self, now_s: None
+)
 
 
 @fault("one slow window is enough", "Pace.is_slower", scenario="all become slow")
@@ -94,11 +83,8 @@ def _(is_slower):
     return lambda self, *rates: is_slower(self, *rates) or is_slower(self, *rates)
 
 
-@fault("a relay tells the rate of long ago", "Landings.add", scenario="all become slow")
-def _(add):
-    def faulty(self, *landing):
-        told, is_window = self.told, add(self, *landing)
-        self.told = told or self.told
-        return is_window
-
-    return faulty
+@instead("a relay tells the rate of long ago", "Landings.add", scenario="all become slow")
+def _(add, self, *landing):
+    told, is_window = self.told, add(self, *landing)
+    self.told = told or self.told
+    return is_window

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import wires
 from checks import demand
 from replicas import Process
-from scenes import MANY_TENSORS, SCENES, Scene, publish, puts, read_from, replicate
+from scenes import MANY_TENSORS, SCENES, Scene, named, publish, puts, read_from, replicate
 
 from torch_ros.costs import NIXL_COSTS
 from torch_ros.features.pace import rates
@@ -379,20 +379,21 @@ def slow_for_all(scene: Scene) -> None:
         scene.play()
 
 
-SCENES |= {
-    "place of the dead": place_of_the_dead,
-    "slow relay": slow_relay,
-    "kept place": kept_place,
-    "unheard": unheard,
+SCENES |= named(
+    place_of_the_dead,
+    slow_relay,
+    kept_place,
+    unheard,
+    settled_leaf,
+    slow_source,
+    last_relay,
+    rests_once,
+    peer_rests,
+    seed_rests_not,
+    slow_seed,
+    slow_for_all,
+    all_become_slow,
+) | {
     "unheard, and orphaned": partial(unheard, dies=True),
-    "settled leaf": settled_leaf,
-    "slow source": slow_source,
-    "last relay": last_relay,
-    "rests once": rests_once,
-    "peer rests": peer_rests,
-    "seed rests not": seed_rests_not,
-    "slow seed": slow_seed,
-    "slow for all": slow_for_all,
     "slow behind a slow one": slow_behind_slow,
-    "all become slow": all_become_slow,
 }

@@ -34,9 +34,7 @@ def _(was):
 
 
 fault(
-    "what is prefetched is told by its number",
-    "Prefetched.leads",
-    scenario="prefetch of another",
+    "what is prefetched is told by its number", "Prefetched.leads", scenario="prefetch of another"
 )(
     lambda leads: (
         lambda self, base, ref: (

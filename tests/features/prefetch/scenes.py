@@ -18,7 +18,7 @@ from features.deltas.ringed import (
     update,
 )
 from replicas import Process
-from scenes import SCENES, Scene
+from scenes import SCENES, Scene, named
 
 from torch_ros.errors import ClosedError, SourceLost
 from torch_ros.features.deltas import reading as delta_reading
@@ -201,10 +201,6 @@ def prefetch_beside(scene: Scene) -> None:
     played(scene)
 
 
-SCENES |= {
-    "prefetched": prefetched,
-    "prefetch rewritten": prefetch_rewritten,
-    "prefetch in vain": prefetch_in_vain,
-    "prefetch of another": prefetch_of_another,
-    "prefetch beside": prefetch_beside,
-}
+SCENES |= named(
+    prefetched, prefetch_rewritten, prefetch_in_vain, prefetch_of_another, prefetch_beside
+)

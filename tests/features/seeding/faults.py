@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from faults import edited, fault, without
+from faults import edited, fault, instead, without
 
 from torch_ros.features.seeding import forerunner
 from torch_ros.protocol import versions
@@ -35,18 +35,12 @@ fault("a stuck seed is waited for", "STUCK_S", scenario="seed ahead is stuck")(
 )
 
 
-fault(
-    "no rank's memory is asked for",
-    "Forerunner._require_room",
-    scenario="no memory ahead",
-)(lambda rule: lambda self, size_bytes: None)
+fault("no rank's memory is asked for", "Forerunner._require_room", scenario="no memory ahead")(
+    lambda rule: lambda self, size_bytes: None
+)
 
 
-fault(
-    "a rank without memory keeps it to itself",
-    "GroupTask",
-    scenario="no memory ahead",
-)(
+fault("a rank without memory keeps it to itself", "GroupTask", scenario="no memory ahead")(
     lambda made: (
         lambda kind, asked, deadline, perform, *rest: (
             made(kind, asked, deadline, lambda call: call.decide((), forerunner.recorded))
@@ -57,18 +51,11 @@ fault(
 )
 
 
-@fault(
-    "an update waits for what it has ordered",
-    "Forerunner.fetch",
-    scenario="often asked",
-)
-def _(order):
-    def faulty(self, ref, deadline):
-        order(self, ref, deadline)
-        while not self.is_idle and not self._is_closed:
-            forerunner.time.sleep(0.5)
-
-    return faulty
+@instead("an update waits for what it has ordered", "Forerunner.fetch", scenario="often asked")
+def _(order, self, ref, deadline):
+    order(self, ref, deadline)
+    while not self.is_idle and not self._is_closed:
+        forerunner.time.sleep(0.5)
 
 
 @fault("what is coming is passed by for ever", "Skipping", scenario="passed by")
@@ -81,11 +68,9 @@ def _(made):
     return lambda may_fetch, has_waited: made(may_fetch, has_waited=True)
 
 
-fault(
-    "who looks out does not ask its forerunner",
-    "NearFirst.next_version",
-    scenario="idle again",
-)(lambda rule: lambda *args: dataclasses.replace(rule(*args), until=None))
+fault("who looks out does not ask its forerunner", "NearFirst.next_version", scenario="idle again")(
+    lambda rule: lambda *args: dataclasses.replace(rule(*args), until=None)
+)
 
 
 fault("what is coming is nothing", "_is_relayed", scenario="passed by")(
@@ -102,18 +87,13 @@ def _(read):
     return lambda shard, spec, *rest: read(shard, versions.Spec(floor=spec.only), *rest)
 
 
-fault(
-    "a copy that is whole here wakes nobody",
-    "near_range",
-    scenario="waits for a neighbour",
-)(lambda range_: lambda seat, ref: one("nothing"))
+fault("a copy that is whole here wakes nobody", "near_range", scenario="waits for a neighbour")(
+    lambda range_: lambda seat, ref: one("nothing")
+)
 
 
-@fault("what is here is passed by", "next_version", scenario="newest here")
-def _(rule):
-    def faulty(view, seat, spec, held, skipping):
-        found = rule(view, seat, spec, held, skipping)
-        newest = versions.newer(view, seat.keys, spec, held) if found.ref else None
-        return dataclasses.replace(found, ref=newest.ref if newest else None)
-
-    return faulty
+@instead("what is here is passed by", "next_version", scenario="newest here")
+def _(rule, view, seat, spec, held, skipping):
+    found = rule(view, seat, spec, held, skipping)
+    newest = versions.newer(view, seat.keys, spec, held) if found.ref else None
+    return dataclasses.replace(found, ref=newest.ref if newest else None)

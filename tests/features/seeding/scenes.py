@@ -9,7 +9,7 @@ from afar import SLOW_S, _reading
 from checks import demand
 from lookouts import WAIT_S, _alike
 from replicas import TTL_S, Process
-from scenes import SCENES, Scene, publish, puts, replicate, unpublish
+from scenes import SCENES, Scene, meet, named, publish, puts, replicate, unpublish
 from seeding import crossings
 
 from torch_ros.errors import UsageError
@@ -227,8 +227,7 @@ def no_memory(scene: Scene) -> None:
         else:
             demand(False, f"I15: {me} has its forerunner fetch what no peer has memory for")
         demand(me.handle.version == 1, f"{me} has given up what it held")
-        scene.reach(f"{me} failed")
-        scene.until("r0.1/0 failed", "r0.1/1 failed")
+        meet(me, "failed")
         me.ahead._bytes_max = None
         _poll(me, 2)
         scene.reach("r0 has 2")
@@ -396,16 +395,17 @@ def waits_for_a_neighbour(scene: Scene) -> None:
     scene.play()
 
 
-SCENES |= {
-    "waits for a copy": waits_for_a_copy,
-    "waits for a neighbour": waits_for_a_neighbour,
-    "passed by": passed_by,
+SCENES |= named(
+    waits_for_a_copy,
+    waits_for_a_neighbour,
+    passed_by,
+    often_asked,
+    ordered_twice,
+    idle_again,
+    newest_here,
+) | {
     "fetched ahead": fetched,
-    "often asked": often_asked,
-    "ordered twice": ordered_twice,
     "seed ahead dies": partial(seed_fails, is_killed=True),
     "seed ahead is stuck": partial(seed_fails, is_killed=False),
     "no memory ahead": no_memory,
-    "idle again": idle_again,
-    "newest here": newest_here,
 }
