@@ -32,7 +32,6 @@ from torch_ros.errors import (
     SeatLost,
     StoreUnavailable,
     UsageError,
-    VersionConflict,
     VersionNotFound,
 )
 from torch_ros.face import opening
@@ -253,37 +252,6 @@ def test_wait_wakes_when_its_predicate_holds(opened):
 
 
 @only_memory
-def test_who_waits_wakes_when_only_a_reader_is_left(opened):
-    """The version record does not change when a reader becomes full: its holding does."""
-    trainer = publisher(opened, {"w": torch.ones(3)}, 7)
-    first, late = opened("first"), opened("late")
-    for handle in (first, late):
-        handle.register({"w": torch.zeros(3)})
-    reading, go_on = threading.Event(), threading.Event()
-    read = first._shard.reading.read
-
-    def slow(*arguments, **options):
-        reading.set()
-        assert go_on.wait(10)
-        read(*arguments, **options)
-
-    first._shard.reading.read = slow
-    with ThreadPoolExecutor(3) as pool:
-        filling = pool.submit(first.replicate)
-        assert reading.wait(10)
-        draining = pool.submit(trainer.unpublish)
-        while trainer.list():
-            time.sleep(0.01)
-        waiting = [pool.submit(late.replicate)]
-        time.sleep(0.2)
-        go_on.set()
-        draining.result(10)
-        assert filling.result(10) == 7
-        assert waiting[0].result(10) == 7
-    assert late.last_read.source == "first"
-
-
-@only_memory
 def test_an_absolute_version_that_is_being_filled_is_waited_for(opened):
     trainer = publisher(opened, {"w": torch.ones(3)}, 7)
     trainer.unpublish()
@@ -316,21 +284,6 @@ def test_a_publication_that_failed_leaves_no_number_behind(opened):
 
 def _deadline():
     return Deadline("test", 5)
-
-
-@only_memory
-def test_a_number_that_readers_still_hold_cannot_mean_other_bytes(opened):
-    source = {"w": torch.ones(3)}
-    trainer = publisher(opened, source, 7)
-    rollout = opened("rollout")
-    rollout.register({"w": torch.zeros(3)})
-    rollout.replicate()
-    trainer.unpublish()
-    source["w"].fill_(2)
-    with pytest.raises(VersionConflict, match="replicas that read it"):
-        trainer.publish(7)
-    trainer.publish(8)
-    assert trainer.list() == {7: {"rollout"}, 8: {"trainer"}}
 
 
 def test_a_closed_handle_says_so_and_closes_again(opened):

@@ -276,13 +276,6 @@ def test_an_error_is_never_decided_from_what_the_unpublish_before_saw(store, siz
     assert again[0].uid != refs[0].uid
 
 
-def test_published_again_when_nobody_holds_it_it_is_another_version(store):
-    trainer = store.join("trainer")
-    first = publish(trainer, 7)
-    unpublish(trainer, first)
-    assert publish(trainer, 7).uid != first.uid
-
-
 def test_two_replicas_of_one_version_must_agree_on_its_content(store):
     one_, two, three = store.join("one"), store.join("two"), store.join("three")
     ref = publish(one_, 7, "L")
@@ -330,31 +323,6 @@ def test_a_deadline_carries_what_was_waited_for_and_ends_the_call_for_all(store)
     trainer = store.join("trainer")
     ref = publish(trainer, 1)
     assert at_once(*(partial(replicate, rank) for rank in rollout)) == [ref, ref]
-
-
-def test_two_ranks_never_follow_two_different_latest(store):
-    trainer, rollout = store.join("trainer"), store.replica("rollout", 4)
-    held = publish(trainer, 0)
-    stop = threading.Event()
-
-    def keep_publishing():
-        ref, version = held, 0
-        while not stop.is_set():
-            unpublish(trainer, ref)
-            version += 1
-            ref = publish(trainer, version)
-
-    with ThreadPoolExecutor(1) as pool:
-        publishing = pool.submit(keep_publishing)
-        try:
-            for _ in range(10):
-                # The version that they decide on may go before they have claimed a source of it.
-                refs = at_once(*(partial(replicate, rank, timeout_s=60) for rank in rollout))
-                assert len({(ref.run, ref.version, ref.uid) for ref in refs}) == 1
-                at_once(*(partial(unpublish, rank, refs[0]) for rank in rollout))
-        finally:
-            stop.set()
-        publishing.result(10)
 
 
 def test_an_absolute_version_that_is_gone_is_an_error_and_one_to_come_is_waited_for(store):
@@ -413,56 +381,12 @@ def test_latest_minus_k_counts_what_is_available(store):
     assert replicate(store.join("third"), "latest-2").version == 3
 
 
-def test_unpublish_waits_for_its_readers(store):
-    trainer, rollout = store.join("trainer"), store.join("rollout")
-    ref = publish(trainer, 7)
-    reading, go_on = threading.Event(), threading.Event()
-
-    def pause():
-        reading.set()
-        assert go_on.wait(10)
-
-    with ThreadPoolExecutor(2) as pool:
-        reader = pool.submit(replicate, rollout, pause=pause)
-        assert reading.wait(5)
-        late = attempt(partial(unpublish, trainer, ref, timeout_s=0.5))
-        assert isinstance(late, DeadlineExceeded)
-        assert "read by rollout" in str(late)
-        assert listing(trainer) == {}  # already not offered
-        again = pool.submit(unpublish, trainer, ref)
-        time.sleep(0.2)
-        assert not again.done()
-        go_on.set()
-        assert reader.result(5) == ref
-        again.result(5)
-    assert listing(trainer) == {7: {"rollout"}}
-
-
 def test_an_unpublish_of_other_content_leaves_the_holding(store):
     """A rank that went on without etcd takes back what nobody offers; its peer offers another."""
     trainer = store.join("trainer")
     ref = publish(trainer, 7)
     unpublish(trainer, msgspec.structs.replace(ref, uid="0" * 16))
     assert listing(trainer) == {7: {"trainer"}}
-
-
-def test_a_source_with_a_dead_process_is_refused(store):
-    trainer, rollout = store.replica("trainer", 2), store.join("rollout")
-    at_once(*(partial(publish, rank, 7) for rank in trainer))
-    lost = trainer[0].seat.keys.shard(trainer[0].seat.inst, 1)
-    for rank in trainer:
-        kill(rank)
-
-    def attach_only():
-        def body(call):
-            store.kv.commit(Txn(ops=(Delete(one(lost)),)), timeout_s=5)
-            call.decide_to_read(Spec.parse("latest"), is_relay=True)
-            ClaimedSources(call).read(lambda _: None)
-
-        rollout.make(GroupTask("replicate", Asked("replicate", "latest"), Deadline("r", 5), body))
-
-    assert isinstance(attempt(attach_only), SourceLost)
-    assert store.there("readers/") == []
 
 
 def test_ranks_that_call_different_things_are_told_so_and_go_on_together(store):
@@ -646,31 +570,6 @@ def test_a_dead_rank_takes_its_replica_out(store, dies):
     assert isinstance(attempt(partial(publish, alive, 8)), SeatLost)
 
 
-def test_a_group_that_lost_its_seats_takes_them_again_and_makes_its_call_again(store):
-    trainer, rollout = store.join("trainer"), store.replica("rollout", 2)
-    ref = publish(trainer, 7)
-    before = rollout[0].seat.inst
-    shard = store.keys.shard(before, 1)
-    lost = threading.Event()
-
-    def loses_its_lease():
-        if not lost.is_set():
-            store.kv.commit(Txn(ops=(Delete(one(shard)),)), timeout_s=5)
-            while not (rollout[0].state != "seated" or rollout[0].seat.inst != before):
-                time.sleep(0.01)
-            lost.set()
-
-    refs = at_once(
-        partial(replicate, rollout[0], pause=loses_its_lease, timeout_s=20),
-        partial(replicate, rollout[1], pause=lambda: lost.wait(10), timeout_s=20),
-    )
-    assert refs == [ref, ref]
-    assert rollout[0].seat.inst == rollout[1].seat.inst != before
-    unpublish(trainer, ref, timeout_s=3)
-    assert listing(trainer) == {7: {"rollout"}}
-    assert store.there("readers/") == []
-
-
 def test_what_an_earlier_decision_would_have_brought_is_not_held(store):
     """Its bytes are overwritten next; who takes it for held would keep and offer a copy of them."""
     trainer, rollout = store.join("trainer"), store.join("rollout")
@@ -694,21 +593,6 @@ def test_what_an_earlier_decision_would_have_brought_is_not_held(store):
     task = GroupTask("replicate", Asked("replicate", "latest"), Deadline("replicate", 20), body)
     assert rollout.make(task) == 8
     assert [kept and kept.ref.version for kept in may_hold] == [None, 7, None]
-
-
-def test_a_group_that_ends_takes_its_open_claims_along(store):
-    """The anchor's rank may live on under the lease that they hang on; a source waits for them."""
-    trainer, rollout = store.join("trainer"), store.replica("rollout", 2)
-    publish(trainer, 7)
-    seat, looked = rollout[0].seat, []
-
-    def look():
-        view = store.kv.read(Read((*membership.leave_ranges(seat),)), timeout_s=5)
-        looked.append(membership.expel(view, seat).txn)
-
-    at_once(partial(replicate, rollout[0], pause=look), partial(replicate, rollout[1]))
-    deleted = [op.range.start for op in looked[0].ops]
-    assert [key for key in deleted if key.endswith(f"/{seat.inst}/group")]
 
 
 def test_close_makes_everything_vanish_at_once(store):
@@ -935,18 +819,6 @@ def test_who_waits_for_a_version_notices_that_an_older_run_counts_again(store):
             asked.result(5)  # it would look again by itself after 10 s
 
 
-def test_a_peer_that_leaves_right_after_the_end_does_not_spoil_it(store):
-    for version in range(5):
-        trainer = store.replica(f"t{version}", 3, run="x")
-
-        def publish_and_leave(rank, version=version):
-            ref = publish(rank, version)
-            rank.close()
-            return ref.version
-
-        assert at_once(*(partial(publish_and_leave, rank) for rank in trainer)) == [version] * 3
-
-
 def test_two_first_processes_find_one_run(store):
     def applicant(name):
         shard, lease_id = ShardRecord("host", 1, b""), store.kv.grant(5, timeout_s=5)[0]
@@ -963,24 +835,6 @@ def test_two_first_processes_find_one_run(store):
     again = store.kv.read(Read(membership.open_ranges(two)), timeout_s=5)
     assert store.kv.commit(membership.create_group(again, two).txn, timeout_s=5).applied
     assert len(store.there("runs/")) == 1
-
-
-def test_who_closes_before_it_has_its_seat_again_ends_what_its_peers_took_up(store):
-    trainer = store.replica("trainer", 2, nonce="n")
-    before = trainer[0].seat
-    store.kv.revoke(trainer[1].session.lease_id, timeout_s=5)
-    for rank in trainer:
-        until(lambda rank=rank: rank.seat.nonce != "n")
-    assert at_once(*(partial(publish, rank, 7) for rank in trainer))[0].version == 7
-
-    view = store.kv.read(Read(membership.leave_ranges(before)), timeout_s=5)
-    lease_id, _ = store.kv.grant(5, timeout_s=5)
-    assert store.kv.commit(membership.leave(view, before, lease_id).txn, timeout_s=5).applied
-    assert store.there("holdings/") == []
-    for rank in trainer:
-        until(lambda rank=rank: rank.state != "seated")
-        with pytest.raises(SeatLost, match="rank 0 closed its handle"):
-            rank.check_final()
 
 
 def test_two_starts_that_met_by_name_are_not_one(store):
@@ -1020,50 +874,6 @@ def test_ranks_that_were_told_differently_go_by_what_the_record_says(store):
     assert ranks[0].seat.spot == ranks[1].seat.spot
 
 
-def test_a_failed_read_leaves_no_record_even_if_a_request_is_lost(store):
-    trainer, rollout = store.join("trainer"), store.join("rollout")
-    ref = publish(trainer, 7)
-
-    def fail():
-        raise RuntimeError("a bug")
-
-    assert isinstance(attempt(partial(replicate, rollout, pause=fail)), RuntimeError)
-    assert store.there("readers/") == []
-    assert store.there("ready/") == []
-    unpublish(trainer, ref, timeout_s=2)
-
-
-@pytest.mark.long
-def test_a_rank_that_dies_in_a_read_does_not_hold_its_source_up(store):
-    trainer, rollout = store.join("trainer"), store.replica("rollout", 2)
-    ref = publish(trainer, 7)
-    gone = threading.Event()
-
-    def dies():
-        kill(rollout[1])
-        store.kv.revoke(rollout[1].session.lease_id, timeout_s=5)  # its records go
-        gone.set()
-        raise SystemExit
-
-    def waits():
-        assert gone.wait(10)
-        time.sleep(0.5)
-
-    def reads():
-        return replicate(rollout[0], pause=waits)
-
-    def crashes():
-        try:
-            replicate(rollout[1], pause=dies)
-        except SystemExit:
-            return
-
-    error, _ = at_once(reads, crashes)
-    assert isinstance(error, SeatLost | CallAborted), error
-    unpublish(trainer, ref, timeout_s=3)
-    assert store.there("readers/") == []
-
-
 def test_a_publication_that_is_made_again_is_no_conflict_with_its_own_readers(store):
     trainer, rollout = store.join("trainer"), store.join("rollout")
     ref = publish(trainer, 7)
@@ -1089,16 +899,6 @@ def test_the_same_number_with_other_content_is_newer_than_what_the_store_forgot(
     assert versions.newer(view, store.keys, Spec.parse("latest"), held).ref == ref
     assert versions.newer(view, store.keys, Spec.parse("latest"), ref) is None
     assert rollout.ledger.held is None
-
-
-def test_a_rank_that_closes_while_its_peers_come_back_tells_them(store):
-    first, second = store.replica("r", 2, ttl_s=2)
-    lost = SeatLost("r", "its lease ended")
-    first._come_back = lambda: None  # it takes long
-    first.fence(lost)
-    first.close()
-    until(lambda: second.state == "gone")
-    assert "rank 0 closed its handle" in second.ledger.standing.reason
 
 
 def test_a_rank_ignores_what_it_does_not_know_of_a_call_unless_it_must_know_it(store):

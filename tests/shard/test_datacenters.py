@@ -174,19 +174,6 @@ def far_reader(opened, monkeypatch):
     thread.join()
 
 
-def test_who_reads_from_afar_goes_on_from_a_copy(far_reader, tensors):
-    trainer, reader, goes_on, thread = far_reader
-    trainer.unpublish()
-    tensors["a"].fill_(9.0)
-    assert len(trainer._shard.copies) == 1
-    goes_on.set()
-    thread.join(20)
-    assert reader.version == 1
-    assert reader.last_read.reroutes == 1
-    assert torch.equal(tensors["reader"], torch.full((4,), 1.0))
-    trainer.wait(lambda versions: versions[1] == {"reader"})  # the copy is released
-
-
 def test_who_reads_from_afar_is_waited_for_where_memory_is_short(far_reader, monkeypatch, caplog):
     trainer, reader, goes_on, thread = far_reader
     monkeypatch.setattr(host_copies, "available_bytes", lambda: 15)

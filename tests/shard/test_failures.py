@@ -30,7 +30,6 @@ from torch_ros.shard import replication
 from torch_ros.shard.tally import tallies
 from torch_ros.store import memory
 from torch_ros.store.loops import Done
-from torch_ros.store.txn import Read
 from torch_ros.transfer import batches, reading, stall
 from torch_ros.transfer.feed import Progress
 from torch_ros.transfer.registered import LocalState
@@ -269,24 +268,6 @@ def test_a_rank_that_lost_its_seat_before_it_heard_of_the_end_reports_what_it_re
         assert same(got, tensors)
 
 
-def test_a_filling_replica_serves_what_it_has(opened, monkeypatch, pool):
-    trainer, tensors = publisher(opened)
-    first, _ = reader(opened, "first")
-    second, got = reader(opened, "second")
-    stop = Stop(monkeypatch, first, 5)
-    filling = pool.submit(first.replicate)
-    assert stop.reached.wait(10)
-    chained = pool.submit(second.replicate)
-    until(lambda: second._shard.mailbox._word[0] & 0xFFFFFFFF == 5)
-    assert not chained.done()
-    trainer_readers = [key for key in readers_of(trainer) if "/trainer@" in key]
-    assert not any("/second@" in key for key in trainer_readers), "the trainer is read only once"
-    stop.go_on.set()
-    assert filling.result(15) == chained.result(15) == 1
-    assert same(got, tensors)
-    assert second.last_read.source == "first"
-
-
 def cut(opened, name, dim, rank, world_size, fill=-1.0):
     """A handle with this rank's part of eight matrices that are cut along `dim`."""
     handle = opened(name, rank=rank, world_size=world_size)
@@ -379,172 +360,6 @@ def test_a_part_of_a_large_tensor_is_passed_on(opened, monkeypatch, pool):
     assert second.last_read.source == "first"
 
 
-@only_memory
-def test_what_is_there_is_not_written_over_with_what_does_not_count(opened, monkeypatch, pool):
-    """Half of a tensor is there when its source goes; the next one is cut by columns.
-
-    So whole rows are staged and copied over what is there already, and may be read by others,
-    while that source takes its tensors back.
-    """
-    in_blocks(monkeypatch, 4000)
-    trainer, weights = matrix(opened, "trainer", fill=1.0)
-    trainer.publish(1)
-    ranks = list(pool.map(lambda rank: matrix(opened, "columns", rank, 2), range(2)))
-    assert list(pool.map(lambda rank: rank[0].replicate(), ranks)) == [1, 1]
-    spans_are_slow = torch_ros.Costs(descriptor_s=1.0, copy_s=0.0)
-    rollout, got = matrix(opened, "rollout", costs=spans_are_slow)
-    stop = Stop(monkeypatch, rollout, 4)
-    reads = pool.submit(rollout.replicate)
-    assert stop.reached.wait(10)
-    trainer.close()
-    for handle, columns in ranks:
-        voids_before_the_word_is_asked_for(monkeypatch, handle, columns)
-    stop.go_on.set()
-    with pytest.raises(SourceLost):
-        reads.result(15)
-    assert torch.equal(got[:4], weights[:4])
-
-
-def voids_before_the_word_is_asked_for(monkeypatch, handle, tensor):
-    """Between the moment at which it is shown and that at which its bytes are read."""
-    read_staged = reading.ReadPass._read_staged
-
-    def late(run, *arguments):
-        handle._shard.mailbox.void()
-        tensor.fill_(666)
-        return read_staged(run, *arguments)
-
-    monkeypatch.setattr(reading.ReadPass, "_read_staged", late)
-
-
-def test_a_relay_that_fails_is_replaced_by_its_own_source(opened, monkeypatch, pool):
-    _, tensors = publisher(opened)
-    first, _ = reader(opened, "first")
-    second, got = reader(opened, "second")
-    stop = Stop(monkeypatch, first, 5)
-    filling = pool.submit(first.replicate)
-    assert stop.reached.wait(10)
-    chained = pool.submit(second.replicate)
-    until(lambda: second._shard.mailbox._word[0] & 0xFFFFFFFF == 5)
-    closing = pool.submit(first.close)
-    assert chained.result(15) == 1
-    assert same(got, tensors)
-    assert second.last_read.source == "trainer"
-    assert second.last_read.bytes_read == second.last_read.bytes_total
-    stop.go_on.set()
-    assert isinstance(filling.exception(15), torch_ros.errors.TorchRosError)
-    closing.result(15)
-
-
-def test_a_reader_that_does_not_come_to_an_end_is_left_behind(opened, monkeypatch, pool):
-    trainer, tensors = publisher(opened, drain_s=0.5)
-    before = {fqn: tensor.clone() for fqn, tensor in tensors.items()}
-    rollout, got = reader(opened, "rollout")
-    stop = Stop(monkeypatch, rollout, 3)
-    reads = pool.submit(rollout.replicate)
-    assert stop.reached.wait(10)
-    trainer.unpublish(timeout_s=10)
-    for tensor in tensors.values():
-        tensor.fill_(666)
-    stop.go_on.set()
-    with pytest.raises(SourceLost):
-        reads.result(15)
-    assert rollout.list() == {}
-    assert all(torch.equal(got[f"w{i}"], before[f"w{i}"]) for i in range(3))
-
-
-def test_bytes_that_land_after_the_source_took_its_memory_back_do_not_count(
-    opened, monkeypatch, pool
-):
-    """Between the bytes and the question whether they count, the trainer overwrites them."""
-    trainer, tensors = publisher(opened, drain_s=0.2)
-    rollout, _ = reader(opened, "rollout")
-    landed, go_on = threading.Event(), threading.Event()
-    end = reading.ReadPass._end
-
-    def late(run, batch):
-        landed.set()
-        assert go_on.wait(15)
-        end(run, batch)
-
-    monkeypatch.setattr(reading.ReadPass, "_end", late)
-    reads = pool.submit(rollout.replicate)
-    assert landed.wait(10)
-    trainer.unpublish(timeout_s=10)
-    for tensor in tensors.values():
-        tensor.fill_(666)
-    trainer.publish(2)
-    go_on.set()
-    with pytest.raises(SourceLost, match="does not serve it any more"):
-        reads.result(15)
-    assert trainer.list() == {2: {"trainer"}}
-
-
-@only_memory
-def test_a_rank_that_missed_an_unpublish_does_not_vouch_for_what_is_written_next(
-    opened, monkeypatch, pool
-):
-    """One rank gives a version up alone; the other skips that call, and its owner writes."""
-    tensor = torch.arange(1000.0)
-    join = lambda rank: opened("trainer", rank=rank, world_size=2, drain_s=0.2)
-    ranks = list(pool.map(join, range(2)))
-    ranks[0].register({})
-    ranks[1].register({"w": tensor})
-    list(pool.map(lambda handle: handle.publish(5), ranks))
-    rollout, got = opened("rollout"), {"w": torch.zeros(1000)}
-    rollout.register(got)
-    landed, go_on = threading.Event(), threading.Event()
-    end = reading.ReadPass._end
-
-    def late(run, batch):
-        landed.set()
-        assert go_on.wait(15)
-        end(run, batch)
-
-    monkeypatch.setattr(reading.ReadPass, "_end", late)
-    reads = pool.submit(rollout.replicate, 5)
-    assert landed.wait(10)
-    ranks[0].unpublish(timeout_s=10)
-    assert ranks[1]._shard.mailbox._word[0]  # it knows nothing of that
-    with pytest.raises(DeadlineExceeded):  # there is nothing that could be read
-        ranks[1].update(timeout_s=0.5)
-    assert ranks[1].version is None
-    tensor.fill_(666)
-    go_on.set()
-    with pytest.raises(SourceLost, match="does not serve it any more"):
-        reads.result(15)
-    list(pool.map(lambda handle: handle.publish(6), ranks))
-    assert rollout.replicate() == 6
-    assert same(got, {"w": tensor})
-
-
-@only_memory
-def test_a_rank_that_comes_to_an_unpublish_with_another_call_lets_its_copy_go_in_the_end(
-    opened, pool
-):
-    """It makes the unpublish and its part of the copy, which goes when another replica has it."""
-    join = lambda rank: opened("trainer", rank=rank, world_size=2, retain=("latest",))
-    ranks = list(pool.map(join, range(2)))
-    tensors = [{f"w{rank}": torch.ones(10)} for rank in range(2)]
-    save = lambda rank, version: ranks[rank].publish_copy(version, tensors[rank])
-    list(pool.map(save, range(2), (5, 5)))
-    unpublish = pool.submit(ranks[0].unpublish)
-    key = ranks[1]._shard.group.seat.own[1]
-    made = lambda: ranks[1]._shard.group.kv.read(Read((key,)), timeout_s=5).entries
-    until(
-        lambda: any(b'{"verb":"unpublish","version":5}' in entry.value for entry in made().values())
-    )
-    saving = pool.submit(save, 1, 6)
-    unpublish.result(15)
-    save(0, 6)
-    saving.result(15)
-    rollout = opened("rollout")
-    rollout.register({f"w{rank}": torch.zeros(10) for rank in range(2)})
-    assert rollout.replicate() == 6
-    for handle in ranks:
-        until(lambda handle=handle: not handle._shard.copies)
-
-
 def test_the_last_copy_of_a_retained_version_goes_to_host_memory_until_another_has_it(opened):
     trainer, tensors = publisher(opened, retain=("latest",))
     before = {fqn: tensor.clone() for fqn, tensor in tensors.items()}
@@ -560,35 +375,6 @@ def test_the_last_copy_of_a_retained_version_goes_to_host_memory_until_another_h
     until(lambda: not trainer._shard.copies)
 
 
-def test_the_last_copy_here_of_what_is_retained_here_stays_until_the_next_is_here(opened):
-    west, _ = publisher(opened, datacenter="west")
-    east, got = reader(opened, "east", datacenter="east", retain=("latest@here",))
-    other, _ = reader(opened, "other", datacenter="west")
-    for rollout in (east, other):
-        rollout.replicate()
-    west.unpublish()
-    west.publish(2)
-    east.unpublish()  # the other one has version 1 too, and is elsewhere
-    for tensor in got.values():
-        tensor.fill_(666)
-    [copy] = west.list()[1] - {"other"}
-    assert copy.startswith("east+")
-    assert east.replicate("latest") == 2
-    until(lambda: west.list() == {1: {"other"}, 2: {"trainer", "east"}})
-    until(lambda: not east._shard.copies)
-
-
-def test_what_another_datacenter_retains_is_not_copied_here(opened):
-    west, _ = publisher(opened, datacenter="west", retain=("latest@here",))
-    east, _ = reader(opened, "east", datacenter="east")
-    east.replicate()
-    east.unpublish()
-    assert west.list() == {1: {"trainer"}}
-    west.unpublish()  # this one is the last there
-    ((copy,),) = east.list().values()
-    assert copy.startswith("trainer+")
-
-
 @pytest.mark.parametrize("dtype", [torch.uint4, torch.bits8])
 def test_dtypes_that_torch_cannot_copy_are_put_aside_for_who_retains_them(opened, dtype):
     sent = torch.arange(8, dtype=torch.uint8)
@@ -602,26 +388,6 @@ def test_dtypes_that_torch_cannot_copy_are_put_aside_for_who_retains_them(opened
     rollout.register({"w": got.view(dtype)})
     assert rollout.replicate() == 1
     assert torch.equal(got, expected)
-
-
-def test_a_copy_goes_when_its_version_is_not_retained_any_more(opened):
-    trainer, _ = publisher(opened, retain=("latest",))
-    trainer.unpublish()
-    assert set(trainer.list()) == {1}
-    trainer.publish(2)
-    until(lambda: set(trainer.list()) == {2})
-    until(lambda: not trainer._shard.copies)
-
-
-def test_spot_replicas_do_not_count_for_retention(opened):
-    trainer, _ = publisher(opened, retain=("latest",))
-    spot, _ = reader(opened, "spot", spot=True)
-    spot.replicate()
-    trainer.unpublish()
-    (holders,) = trainer.list().values()
-    assert any(name.startswith("trainer+") for name in holders)
-    spot.unpublish()  # and makes no copy
-    assert trainer.list() == {1: holders - {"spot"}}
 
 
 def test_a_retained_version_is_lost_with_its_last_holder_and_the_next_publish_heals(opened):
@@ -697,28 +463,6 @@ def test_a_copy_in_host_memory_is_offered_again_after_the_store_was_wiped(opened
     assert same(got, weights(1))
 
 
-@only_memory
-def test_a_replica_of_two_ranks_comes_back_when_one_of_them_was_away(opened, endpoint, pool):
-    first, second = (
-        each.result(10)
-        for each in [pool.submit(opened, "trainer", rank=rank, world_size=2) for rank in (0, 1)]
-    )
-    for handle in (first, second):
-        handle.register({"w": torch.ones(10)})
-    for each in [pool.submit(handle.publish, 1) for handle in (first, second)]:
-        each.result(10)
-    kv = memory.named(endpoint.removeprefix("memory://"))
-    before = first._shard.group.seat.inst
-    kv.revoke(second._shard.group.session.lease_id, timeout_s=1)
-    until(lambda: first._shard.group.seat.inst != before != second._shard.group.seat.inst)
-    until(lambda: first.list() == {1: {"trainer"}})
-    for each in [pool.submit(handle.unpublish) for handle in (first, second)]:
-        each.result(10)
-    for each in [pool.submit(handle.publish, 2) for handle in (first, second)]:
-        each.result(10)
-    assert first.list() == {2: {"trainer"}}
-
-
 # Digests
 
 
@@ -750,15 +494,6 @@ def test_a_flipped_bit_is_found_and_names_the_tensor(opened):
     assert (tally.corrupt, tally.failures) == (2, {"CorruptWeights": 1})
     careless, _ = reader(opened, "careless")
     assert careless.replicate() == 1
-
-
-def test_two_elements_that_changed_places_are_found(opened):
-    _, tensors = publisher(opened, digests="full")
-    tensors["w2"][0] = 5.0
-    tensors["w2"][1], tensors["w2"][0] = tensors["w2"][0].item(), tensors["w2"][1].item()
-    rollout, _ = reader(opened, "rollout", digests="full")
-    with pytest.raises(CorruptWeights, match="'w2'"):
-        rollout.replicate()
 
 
 def test_corrupt_weights_are_healed_from_another_source(opened, caplog):

@@ -179,32 +179,6 @@ def test_an_update_waits_until_there_is_something_newer(opened, pool, replica, u
     assert [handle.version for handle in replica] == [2, 2]
 
 
-@pytest.mark.parametrize("is_held", [True, False])
-def test_the_first_rank_whose_wait_is_over_says_so_for_all(
-    opened, pool, replica, is_held, until_waiting
-):
-    first, second = replica
-    if is_held:
-        publisher(opened)
-        assert on_all(pool, replica, lambda h: h.update()) == [True, True]
-    began_s = time.monotonic()
-    late = pool.submit(first.update, wait_s=10 * WAIT_S)
-    until_waiting(first)
-    assert second.update(wait_s=0.1) is False
-    assert late.result(WAIT_S) is False
-    assert time.monotonic() - began_s < WAIT_S
-
-
-def test_a_rank_that_comes_late_finds_that_the_wait_is_over(opened, pool, replica):
-    first, second = replica
-    publisher(opened)
-    assert on_all(pool, replica, lambda h: h.update()) == [True, True]
-    assert first.update(wait_s=0.1) is False
-    publisher(opened, 2, "t2")
-    assert second.update(wait_s=WAIT_S) is False
-    assert on_all(pool, replica, lambda h: h.update(wait_s=WAIT_S)) == [True, True]
-
-
 def test_a_call_that_waited_has_its_time_for_the_rest(opened, pool, until_waiting):
     trainer, rollout = publisher(opened), opened("rollout", timeout_s=WAIT_S)
     rollout.register({"w": torch.zeros(8)})
@@ -253,30 +227,6 @@ def test_what_only_this_replica_has_kept_is_none_to_go_to(opened):
     assert owner.update(wait_s=WAIT_S)
 
 
-def test_a_wait_ends_when_the_handle_is_closed(opened, pool, until_waiting):
-    publisher(opened)
-    rollout = opened("rollout")
-    rollout.register({"w": torch.zeros(8)})
-    rollout.update()
-    waiting = pool.submit(rollout.update, wait_s=10 * WAIT_S)
-    until_waiting(rollout)
-    rollout.close()
-    assert isinstance(waiting.exception(WAIT_S), ClosedError)
-
-
-def test_a_copy_that_comes_here_is_waited_for(opened):
-    """An update that skips has its forerunner fetch the version, and goes to it when it is here."""
-    trainer = publisher(opened, datacenter="west")
-    rollout = opened("rollout", datacenter="east", seeding="host")
-    target = torch.zeros(8)
-    rollout.register({"w": target})
-    assert rollout.update(wait_s=WAIT_S)
-    go_on(trainer, 2)
-    assert rollout.update(wait_s=WAIT_S)
-    assert target.tolist() == [2.0] * 8
-    assert rollout.last_read.source == "rollout+host"
-
-
 def follow_all(pool, handles, stops, seen=lambda handle, version: None):
     """Each rank follows in a thread of its own; the futures of what each has seen."""
 
@@ -309,24 +259,6 @@ def test_followers_get_each_version_until_one_of_them_is_told_to_stop(
     assert [handle.version for handle in replica] == [2, 2]
     go_on(trainer, 3)
     assert on_all(pool, replica, lambda h: h.update()) == [True, True]
-
-
-def test_a_rank_that_always_comes_second_can_stop_its_peers(opened, pool, replica):
-    """It has more to do with a version, and when it comes its peers have decided on the next."""
-    trainer, stop = publisher(opened), threading.Event()
-    slow = replica[1]
-
-    def seen(handle, version):
-        if handle is slow:
-            go_on(trainer, version + 1)
-            ledger = replica[0]._shard.group.ledger
-            until(lambda: ledger.ended[-1].kind == "update")  # and goes to it
-            if version == 3:
-                stop.set()
-
-    each = follow_all(pool, replica, [None, stop], seen)
-    assert [one.result(WAIT_S) for one in each] == [[1, 2, 3], [1, 2, 3]]
-    assert [handle.version for handle in replica] == [3, 3]
 
 
 def test_who_is_told_before_it_begins_gets_nothing(opened):
@@ -668,17 +600,6 @@ def noted(call, calls):
 
 def watcher(handle):
     return next(t for t in handle._shard.group._threads if "leaves" in t.name)
-
-
-def test_who_has_left_and_follows_again_is_waited_for(opened, pool, replica):
-    """Its peer has left after the same version, and is the first to follow again."""
-    publisher(opened)
-    assert on_all(pool, replica, leaves_by_break) == [None, None]
-    publisher(opened, 2, "t2")
-    ahead = pool.submit(next, replica[0].follow(timeout_s=WAIT_S))
-    watcher(replica[1]).join(WAIT_S)  # it has seen that
-    assert next(replica[1].follow(timeout_s=WAIT_S)) == 2
-    assert ahead.result(WAIT_S) == 2
 
 
 def test_who_waits_hears_that_it_was_replaced(opened, pool, until_waiting, monkeypatch):

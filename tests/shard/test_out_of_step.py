@@ -62,48 +62,6 @@ def until_open(handle):
     until(is_open)
 
 
-def test_a_rank_that_left_an_update_out_joins_the_one_in_which_its_peer_waits(pair, pool, source):
-    assert list(pool.map(lambda h: h.update(), pair)) == [False, False]
-    go_on(source, 2)
-    ahead = pool.submit(attempt, pair[1].update)
-    until_open(pair[1])
-    assert attempt(pair[0].update) is True
-    assert ahead.result() is True
-    assert [handle.version for handle in pair] == [2, 2]
-    go_on(source, 3)  # they are in step
-    assert list(pool.map(lambda h: attempt(h.update), pair)) == [True, True]
-
-
-def test_nothing_is_given_up_before_all_ranks_have_come(pair, pool, source):
-    """The rank that left a call out is told what its peers were; the next one is for both."""
-    go_on(source, 2)
-    assert attempt(pair[0].update) is False  # as its peer was told
-    ahead = pool.submit(attempt, pair[1].update)
-    until_open(pair[1])
-    assert pair[1].version == 1
-    assert "pair" in source.list()[1]
-    assert attempt(pair[0].update) is True
-    assert ahead.result() is True
-
-
-def test_a_rank_that_is_late_is_told_what_its_peers_were(pair, pool, source):
-    go_on(source, 2)
-    assert attempt(pair[0].update) is False
-    assert list(pool.map(lambda h: attempt(h.update), pair)) == [True, True]
-
-
-def test_an_update_in_which_a_rank_is_missing_gives_nothing_up(pair, pool, source):
-    go_on(source, 2)
-    with pytest.raises(DeadlineExceeded, match="not all 2 ranks"):
-        pair[1].update(timeout_s=0.2)
-    assert pair[1].version == 1
-    assert "pair" in source.list()[1]
-    assert attempt(pair[0].update) is False  # the one that it left out
-    told = attempt(pair[0].update)
-    assert isinstance(told, DeadlineExceeded)
-    assert list(pool.map(lambda h: attempt(h.update), pair)) == [True, True]
-
-
 @pytest.mark.parametrize("more", [0, 1, 2])
 def test_a_rank_that_left_several_out_is_told_once_and_is_in_step(pair, pool, source, more):
     """The loops of both ranks wait for each other: no try of one overlaps the next of the other."""

@@ -54,26 +54,6 @@ def test_a_publisher_whose_ranks_go_on_to_other_tensors_does_not_fail_the_next(o
     assert second.version == 1
 
 
-def test_the_next_content_of_an_older_publisher_is_not_taken_for_this_one(opened, monkeypatch):
-    first = publisher(opened, "first", 1.0, digests="full")
-    second = publisher(opened, "second", 1.0, digests="full")
-    first.publish(1)
-    of, next_ones = Manifests.of, [2.0]
-
-    def shown(self, inst, deadline, world_size):
-        if next_ones:  # while the second one is in its call
-            first.unpublish()
-            first.unregister()
-            value = next_ones.pop()
-            first.register({f"w{n}": torch.full((1024,), value) for n in range(8)})
-            first.publish(2)
-        return of(self, inst, deadline, world_size)
-
-    monkeypatch.setattr(Manifests, "of", shown)
-    second.publish(1)
-    assert first.list() == {1: {"second"}, 2: {"first"}}
-
-
 def test_one_tensor_among_many_that_differs_is_named(opened):
     first = publisher(opened, "first", 1.0, digests="full")
     second = opened("second", digests="full")

@@ -214,32 +214,6 @@ def test_a_trainer_steps_on_while_etcd_refuses_and_is_read_afterwards(etcd, open
     assert trainer.publish(5) is True
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("etcd", "users"),
-    [("full", ("", "")), ("denies writes", ("ros", "ros")), ("denies writes", ("ros", ROOT))],
-    indirect=["etcd"],
-)
-def test_ranks_step_on_together_while_etcd_refuses_all_or_one_of_them(etcd, opened, pool, users):
-    def open_rank(rank):
-        return opened("trainer", as_user=users[rank], rank=rank, world_size=2)
-
-    ranks, reader = list(pool.map(open_rank, range(2))), opened("reader")
-    tensors = [torch.zeros(8) for _ in ranks]
-    for rank, handle in enumerate(ranks):
-        handle.register({f"w{rank}": tensors[rank]})
-    list(pool.map(lambda handle: handle.publish(1), ranks))
-    etcd.strike()
-    began_s = time.monotonic()
-    for version in (2, 3, 4):
-        list(pool.map(lambda handle: handle.unpublish(), ranks))
-        list(pool.map(lambda handle, v=version: handle.publish(v, store_wait_s=0), ranks))
-    assert time.monotonic() - began_s < 3 * TTL_S + 5  # each waits once; who is not refused, later
-    assert [handle.version for handle in ranks] == [4, 4]
-    etcd.mend()
-    assert "trainer" in reader.wait(lambda there: "trainer" in there.get(4, ()))[4]
-
-
 @pytest.mark.parametrize("etcd", ["full", "denies writes"], indirect=True)
 def test_a_publish_that_waits_for_nothing_gives_up_its_seat_at_once(etcd, opened):
     trainer, reader = opened("trainer"), opened("reader")

@@ -4,7 +4,6 @@ import logging
 import threading
 import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,6 @@ from torch_ros.store import run
 
 pytest.importorskip("obstore")
 memory_only = pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
-ETCD = pytest.mark.parametrize("endpoint", ["etcd"], indirect=True)
 TTL_S = 2
 QUIET_S = 2 * TTL_S  # at least, before a bucket is asked
 A_WHILE_S = 1.5  # in which quiet that lasts a moment has ended
@@ -133,23 +131,6 @@ def spoil(url, version):
     path.write_bytes(content)
 
 
-@ETCD
-@pytest.mark.long
-def test_of_eight_rollouts_that_start_when_all_have_gone_one_reads_the_bucket(
-    archived, begun, served
-):
-    count = 3 << 20
-    archived(7, count=count)
-    served.clear()
-    with ThreadPoolExecutor(8) as pool:
-        rollouts = list(pool.map(lambda n: begun(f"rollout {n}", count, timeout_s=100), range(8)))
-        found = list(pool.map(lambda each: each[0].replicate("latest"), rollouts))
-    assert found == [7] * 8
-    assert all((mine["w"] == 7).all() and (mine["b"] == 7).all() for _, mine in rollouts)
-    assert sum(served) <= 1.1 * 4 * (count + 3)
-    assert rollouts[0][0].list() == {7: {f"rollout {n}" for n in range(8)}}
-
-
 @pytest.mark.long
 def test_a_trainer_that_begins_again_has_the_buckets_newest_and_publishes_the_next(
     archived, begun, opened, url, patient
@@ -219,15 +200,6 @@ def test_a_bucket_that_does_not_answer_holds_up_no_open(opened, url, monkeypatch
         assert not caplog.text
     finally:
         stays.set()
-
-
-@memory_only
-def test_the_lineage_that_has_ended_is_passed_over(archived, begun):
-    run = archived(3, 4)
-    archived(3, run=run)
-    reader, mine = begun()
-    assert reader.replicate("latest") == 3
-    assert (mine["w"] == 3).all()
 
 
 @pytest.mark.long

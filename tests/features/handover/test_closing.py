@@ -13,7 +13,6 @@ from kit import at_once, until
 
 import torch_ros
 from torch_ros.errors import ClosedError, UsageError
-from torch_ros.protocol.claimed import ClaimedSources
 from torch_ros.shard import core
 from torch_ros.store import memory
 
@@ -153,36 +152,6 @@ def test_without_anything_to_hand_over_nothing_is_asked(opened, monkeypatch):
     assert not asked
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_job_that_is_started_again_finds_what_lingers(opened, size):
-    trainers = group(opened, size, 1.0)
-    opened("rollout", retain=("latest",))  # it does not fetch
-    at_once(*(partial(trainer.publish, 7) for trainer in trainers))
-    closings = [Closing(trainer) for trainer in trainers]
-    lingering(opened("other", spot=True), 7)
-    again = group(opened, size)
-    assert at_once(*(trainer.replicate for trainer in again)) == [7] * size
-    for closing in closings:
-        closing.join()
-    assert torch.equal(tensor_of(again[0]), torch.full((4,), 1.0))
-    assert again[0].list() == {7: {"trainer"}}
-
-
-def test_ranks_may_close_one_after_the_other(opened):
-    first, second = group(opened, 2, 1.0)
-    rollout = opened("rollout", retain=("latest",))
-    at_once(partial(first.publish, 1), partial(second.publish, 1))
-    closing = Closing(first)
-    key = first._shard.group.seat.keys.readies(first._shard.group.seat.inst, 0)
-    until(lambda: any(entry in key for entry in store_of(first)._entries))
-    assert rollout.list() == {1: {"trainer"}}  # not lingering yet
-    other = Closing(second)
-    lingering(rollout, 1)
-    assert rollout.replicate() == 1
-    closing.join()
-    other.join()
-
-
 @pytest.mark.parametrize("how", ["goes on", "at once"])
 def test_a_rank_that_does_not_come_ends_it(opened, how):
     first, second = group(opened, 2, 1.0)
@@ -266,35 +235,6 @@ def test_a_rollout_that_dies_is_not_waited_for_longer_than_its_lease(opened):
     closing.join()
 
 
-@pytest.mark.long
-def test_who_reads_when_it_ends_may_finish(opened, monkeypatch):
-    trainer, rollout = opened("trainer", 1.0, retain=("latest",)), opened("rollout", spot=True)
-    trainer.publish(1)
-    go_on, is_reading = threading.Event(), threading.Event()
-    fetch = ClaimedSources.read
-
-    def slow(self, fetch_):
-        def held(sources):
-            is_reading.set()
-            go_on.wait(20)
-            fetch_(sources)
-
-        fetch(self, held)
-
-    monkeypatch.setattr(ClaimedSources, "read", slow)
-    with ThreadPoolExecutor() as pool:
-        reading = pool.submit(rollout.replicate)
-        assert is_reading.wait(20)
-        opened("other")  # so that somebody is awaited, and it lingers
-        closing = Closing(trainer)
-        lingering(rollout, 1)
-        go_on.set()
-        assert reading.result(20) == 1
-        assert rollout.last_read.reroutes == 0
-    trainer.close(linger_s=0)
-    closing.join()
-
-
 def test_a_second_close_waits_for_the_first_and_may_end_it(opened):
     trainer, rollout = opened("trainer", 1.0), opened("rollout", retain=("latest",))
     trainer.publish(1)
@@ -306,18 +246,6 @@ def test_a_second_close_waits_for_the_first_and_may_end_it(opened):
     for closing in closings:
         closing.join()
     assert rollout.list() == {}
-
-
-def test_of_two_last_holders_that_close_at_once_one_stays(opened):
-    trainer, second = opened("trainer", 1.0), opened("second")
-    rollout = opened("rollout", retain=("latest",))
-    trainer.publish(1)
-    second.replicate()
-    closings = [Closing(trainer), Closing(second)]
-    lingering(rollout, 1)
-    assert rollout.replicate() == 1
-    for closing in closings:
-        closing.join()
 
 
 def test_how_long_is_a_number_of_seconds(opened):

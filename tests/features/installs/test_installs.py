@@ -171,26 +171,6 @@ def test_a_rank_that_fails_before_its_peers_read_ends_their_block(ranks, pool, t
 
 
 @only_memory
-def test_the_content_that_was_read_is_active_not_its_number(opened, trainer):
-    rollout = engine(opened)
-    with rollout.installing(1) as ref:
-        trainer.unpublish()
-        other = opened("other", run=trainer.run)
-        trainer.close()
-        published(other, 1, value=7)
-        rollout.read(1, {"w": torch.empty(4)})
-    active = other.installs()["engine"].active
-    assert active.uid != ref.uid
-    assert active == other._shard.held
-    other.unpublish()
-    again = opened("again", run=other.run)
-    other.close()
-    published(again, 1, value=8)  # the same number once more, and another content
-    with pytest.raises(DeadlineExceeded, match="'engine' is at 1 of run"):
-        again.wait_installed(1, timeout_s=0.2)
-
-
-@only_memory
 def test_a_block_brings_one_content_and_all_of_it(opened, trainer):
     rollout = engine(opened)
     with pytest.raises(UsageError, match="has read nothing"), rollout.installing(1):
@@ -252,39 +232,6 @@ def test_a_seat_that_is_lost_in_the_block_and_what_was_active_come_back(opened, 
     vanish(rollout)
     until(lambda: rollout._shard.group.seat is not before and rollout.state == "seated")
     assert says(trainer) == (1, None, None)
-
-
-@pytest.mark.long
-def test_a_rejection_is_told_when_etcd_is_back_without_another_call(etcd_server):
-    options = {"endpoint": f"etcd://{etcd_server.host}", "ttl_s": 5}
-    trainer = torch_ros.open("untold", replica="trainer", **options)
-    rollout = torch_ros.open("untold", replica="engine", installs=True, **options)
-    published(trainer, 1)
-    with pytest.raises(ValueError, match="broken"), rollout.installing(1):
-        etcd_server.kill()
-        raise ValueError("broken")
-    etcd_server.start()
-    with pytest.raises(InstallRejected, match="broken"):
-        trainer.wait_installed(1, timeout_s=30)
-    rollout.close()
-    trainer.close()
-
-
-@only_memory
-def test_who_left_badly_is_believed_also_if_the_record_said_well(opened, trainer, monkeypatch):
-    rollout, commit = engine(opened), MemoryKV.commit
-
-    def interrupted(self, txn: Txn, **options):
-        reply = commit(self, txn, **options)
-        if any(isinstance(op, Put) and b'"active"' in op.value for op in txn.ops):
-            monkeypatch.undo()
-            raise KeyboardInterrupt
-        return reply
-
-    with pytest.raises(KeyboardInterrupt), rollout.installing(1):
-        rollout.read(1, {"w": torch.empty(4)})
-        monkeypatch.setattr(MemoryKV, "commit", interrupted)
-    assert says(trainer) == (None, None, 1)
 
 
 @only_memory
@@ -540,18 +487,6 @@ def test_the_same_number_with_another_content_takes_what_is_active_away(opened, 
         assert says(other) == (None, 1, None)
         rollout.read(1, {"w": torch.empty(4)})
     assert other.installs()["engine"].active == other._shard.held
-
-
-@only_memory
-def test_peers_of_a_rank_that_rejected_late_enter_the_next_attempt(ranks, pool, trainer):
-    pair = ranks("engine", 2, installs=True)
-    list(pool.map(lambda handle: install(handle, 1), pair))
-    late, install_known = pair[0].installing(1), pair[0]._shard.group.ledger.install
-    late._attempt, late._ref = install_known.attempt, install_known.active
-    late.fail(KeyboardInterrupt(), refuses=False, raises=False)  # when all had seemed well
-    assert says(trainer) == (None, None, 1)
-    list(pool.map(lambda handle: install(handle, 1), pair))
-    assert says(trainer) == (1, None, None)
 
 
 @only_memory

@@ -172,22 +172,6 @@ def test_a_copy_that_dcp_saves_is_lent_without_its_objects(lender, borrower):
         assert torch.equal(tensors["w"], torch.arange(5.0))
 
 
-def test_no_more_is_lent_than_the_bound_and_the_lender_publishes_on(opened, borrower):
-    lender = opened("lender", borrow_bytes=SHARD_BYTES)
-    publish(lender, 1)
-    with borrower.borrow() as first:
-        for version in range(2, 20):
-            publish(lender, version)
-            with pytest.raises(LoanRefused, match="'lender'.*borrow_bytes"):
-                borrower.borrow().__enter__()
-        assert has(first, 1)
-        with pytest.raises(VersionNotFound):
-            borrower.borrow(1).__enter__()
-    publish(lender, 20)
-    with borrower.borrow() as tensors:
-        assert has(tensors, 20)
-
-
 def test_a_bound_below_one_copy_lends_nothing(opened, borrower):
     lender = opened("lender", borrow_bytes=SHARD_BYTES - 1)
     publish(lender, 1)

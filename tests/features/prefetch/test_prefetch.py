@@ -132,18 +132,6 @@ def test_the_newest_prefetch_counts(pair):
     assert_same(found, tensors)
 
 
-def test_a_number_that_was_published_anew_is_not_what_was_prefetched(pair):
-    trainer, rollout = pair
-    tensors, found = changed(trainer, rollout)
-    assert rollout.prefetch(1) == 1
-    trainer.unpublish()
-    step(tensors, 1)
-    publish(trainer, 1, tensors)
-    assert rollout.update(1) is True
-    assert not rollout.last_read.prefetched
-    assert_same(found, tensors)
-
-
 def test_what_was_prefetched_is_applied_when_its_publisher_has_gone(pair, options):
     trainer, rollout = pair
     tensors, found = changed(trainer, rollout)
@@ -351,37 +339,6 @@ def test_a_prefetch_that_will_look_again_ends_where_that_is_of_no_use(pair, monk
         error = {"close": ClosedError, "deadline": DeadlineExceeded}.get(end)
         with pytest.raises(error) if error else nullcontext():
             assert ended.result(10) is None
-
-
-@pytest.mark.long
-def test_prefetches_and_updates_beside_each_other_are_exact(pair):
-    trainer, rollout = pair
-    tensors, found = first(trainer, rollout)
-    contents, is_over, staged = [], threading.Event(), []
-
-    def prefetch():
-        while not is_over.is_set():
-            staged.append(rollout.prefetch())
-
-    with ThreadPoolExecutor(1) as pool:
-        ended = pool.submit(prefetch)
-        try:
-            contents.append({name: tensor.clone() for name, tensor in tensors.items()})
-            for version in range(1, 16):
-                step(tensors, version)
-                contents.append({name: tensor.clone() for name, tensor in tensors.items()})
-                publish(trainer, version, tensors)
-                if version % 3 == 0:
-                    assert rollout.prefetch() == version
-                if version % 3 != 1:
-                    rollout.update()
-                    assert version % 3 or rollout.last_read.prefetched
-                    assert_same(found, contents[rollout.version])
-        finally:
-            is_over.set()
-        ended.result()
-    assert rollout._shard.observed.tally.corrupt == 0
-    assert any(staged)
 
 
 @pytest.mark.long

@@ -85,30 +85,6 @@ def test_a_version_is_fetched_while_a_replica_goes_on(opened, link):
     until(lambda: rollout.list()[2] == {"t", "r", "s"})
 
 
-def test_a_version_that_is_being_read_here_is_passed_by_once(opened, monkeypatch):
-    weights, mine = torch.ones(8), torch.zeros(8)
-    trainer, seed = opened("t", "west", {"w": weights}), opened("s", "east")
-    rollout = opened("r", "east", {"w": mine})
-    trainer.publish(1)
-    assert seed.update()
-    assert rollout.update()
-    go_on(trainer, 2, weights)
-    fetch, found = Replication._fetch, []
-
-    def fetched(self, *args):
-        if self._shard.group.seat.replica == "s":
-            found.append(rollout.update())
-            found.append(rollout.update(skip=True, version="latest-1"))
-        fetch(self, *args)
-
-    monkeypatch.setattr(Replication, "_fetch", fetched)
-    assert seed.update()
-    assert found == [False, False]
-    assert mine.tolist() == [1.0] * 8
-    assert rollout.update()
-    assert rollout.last_read.source == "s"
-
-
 def test_an_update_need_not_skip(opened, monkeypatch):
     trainer, seed, rollout = opened("t", "west"), opened("s", "east"), opened("r", "east")
     trainer.publish(1)
@@ -129,33 +105,6 @@ def test_an_update_need_not_skip(opened, monkeypatch):
     assert seed.update()
     found[0].join(WAIT_S)
     assert rollout.version == 2
-
-
-def test_all_ranks_fetch_their_parts(opened, link):
-    weights = torch.arange(8.0)
-    trainer = opened("t", "west", {"w": weights})
-    trainer.publish(1)
-    parts = [torch.zeros(8), torch.zeros(8)]
-    options = {"world_size": 2, "seeding": "host"}
-    with ThreadPoolExecutor(2) as ranks:
-        seats = [
-            ranks.submit(opened, "r", "east", {"w": part}, rank=rank, **options)
-            for rank, part in enumerate(parts)
-        ]
-        handles = [seat.result() for seat in seats]
-
-        def update():
-            found = {each.result() for each in [ranks.submit(h.update) for h in handles]}
-            assert len(found) == 1
-            return found.pop()
-
-        assert update()
-        link.clear()
-        go_on(trainer, 2, weights)
-        assert [update() for _ in range(70)] == [False] * 70
-        link.set()
-        until(update)
-        assert [part.tolist() for part in parts] == [[2.0] * 8] * 2
 
 
 def test_without_memory_for_a_copy_nothing_is_given_up(opened):

@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import logging
 import sys
 import threading
 import time
@@ -20,7 +19,6 @@ from torch_ros.errors import (
     CorruptWeights,
     DeadlineExceeded,
     ManifestMismatch,
-    SourceLost,
     UsageError,
     VersionNotFound,
 )
@@ -297,45 +295,6 @@ def test_a_name_that_is_no_tensor_of_the_version_is_refused_at_once(opened):
 # Consumers that stand still
 
 
-def test_a_consumer_that_stands_still_holds_nobody_up_and_goes_on_elsewhere(opened, patient):
-    tensors = rows(8)
-    trainer, other = publisher(opened, tensors), opened("other")
-    copies = {fqn: torch.zeros_like(tensor) for fqn, tensor in tensors.items()}
-    other.register(copies)
-    other.replicate(1)
-    engine = opened("engine")
-    stream = engine.stream(1, tensors, buffer_bytes=ROW)
-    came = [next(stream)[0]]
-    until(lambda: not readers(engine))
-    began_s = time.monotonic()
-    trainer.unpublish()
-    assert time.monotonic() - began_s < trainer._shard.group.seat.drain_s / 2
-    for tensor in tensors.values():
-        tensor.add_(1)  # it trains
-    for fqn, tensor in stream:
-        assert _same(tensor, copies[fqn])
-        came.append(fqn)
-    assert came == list(tensors)
-
-
-@only_memory
-def test_a_stream_whose_version_is_gone_says_so_and_hands_out_no_other_bytes(opened, patient):
-    tensors = rows(8)
-    trainer, engine = publisher(opened, tensors), opened("engine")
-    stream = engine.stream(1, tensors, buffer_bytes=ROW)
-    next(stream)
-    until(lambda: not readers(engine))
-    trainer.unpublish()
-    for tensor in tensors.values():
-        tensor.add_(1)
-    trainer.publish(1)  # anew: another content under the same number
-    next(stream)  # it had landed before
-    for _ in range(2):
-        with pytest.raises(VersionNotFound, match="no replica but this one"):
-            next(stream)
-    until(lambda: is_over(engine))
-
-
 @only_memory
 def test_a_source_that_has_the_version_again_by_another_call_is_looked_at_anew(opened, patient):
     tensors = rows(8)
@@ -569,61 +528,6 @@ def test_a_reading_that_another_stream_takes_first_is_not_missed(opened):
 
 
 # Sources that fail
-
-
-@only_memory
-def test_a_source_that_ends_in_the_middle_is_left_for_another(opened, caplog):
-    tensors = rows(9)
-    holders = [publisher(opened, tensors, name="a"), opened("b")]
-    holders[1].register({fqn: torch.zeros_like(tensor) for fqn, tensor in tensors.items()})
-    holders[1].replicate(1)
-    engine = opened("engine")
-    stream = engine.stream(1, tensors, buffer_bytes=ROW)
-    next(stream)
-    (source,) = {key.split("/")[6].partition("@")[0] for key in readers(engine)}
-    first = next(handle for handle in holders if handle.replica == source)
-    with caplog.at_level(logging.WARNING, "torch_ros"):
-        first.close()
-        for fqn, tensor in stream:
-            assert _same(tensor, tensors[fqn])
-    assert "lost" in caplog.text
-    holders.remove(first)
-    stream = engine.stream(1, tensors, buffer_bytes=ROW)
-    next(stream)
-    holders[0].close()
-    with pytest.raises((SourceLost, VersionNotFound)):
-        list(stream)
-    until(lambda: not streams_of(engine))
-
-
-@only_memory
-def test_bytes_that_landed_beside_a_write_are_never_handed_out(opened, monkeypatch):
-    tensors = rows(6)
-    trainer = publisher(opened, tensors, drain_s=0.0)
-    engine, post, stepped = opened("engine"), MemoryTransfer.post, []
-
-    def posted_late(self):
-        if not stepped and self.size_bytes == ROW:
-            stepped.append(1)
-            trainer.unpublish()  # does not wait for anybody
-            for tensor in tensors.values():
-                tensor.fill_(7)
-        post(self)
-
-    published = {fqn: tensor.clone() for fqn, tensor in tensors.items()}
-    stream = engine.stream(1, tensors, buffer_bytes=ROW)
-    came = [next(stream)[0]]
-    monkeypatch.setattr(MemoryTransfer, "post", posted_late)
-
-    def consume():
-        for fqn, tensor in stream:
-            assert _same(tensor, published[fqn])
-            came.append(fqn)
-
-    with pytest.raises((SourceLost, VersionNotFound)):
-        consume()
-    assert stepped
-    assert 1 <= len(came) < len(tensors)
 
 
 @only_memory
