@@ -123,7 +123,7 @@ FLEETS = {
 @pytest.mark.usefixtures("fixed_clock")
 def test_tables_are_as_they_were(monkeypatch, capsys):
     """After a change that is meant: write what is found into the file, and read its difference."""
-    monkeypatch.setattr(asking, "models", lambda _: ["policy"])
+    monkeypatch.setattr(asking, "models", lambda *_: ["policy"])
     monkeypatch.setenv("COLUMNS", "80")
     found = []
     for name, there in FLEETS.items():

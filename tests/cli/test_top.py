@@ -10,8 +10,8 @@ from terminal import drawn
 from test_ls import ONE, TWO, fleet, held
 
 from torch_ros.cli import lines, main, screen, top
+from torch_ros.cli.asking import fleets
 from torch_ros.cli.headway import Headway
-from torch_ros.cli.watching import fleets
 from torch_ros.errors import StoreUnavailable
 from torch_ros.store.endpoint import connect
 

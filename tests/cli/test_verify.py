@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from torch_ros.checkpoints.verified import Deviation, deviations, digests_of
+from torch_ros.checkpoints.compared import Deviation, deviations, digests_of
 from torch_ros.cli import main, verifying
 from torch_ros.errors import VersionNotFound
 

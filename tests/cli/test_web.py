@@ -22,7 +22,7 @@ from test_ls import ONE, TWO, fleet, held
 
 from puppets.servers import free_port
 from torch_ros.cli import asking, lines, main, telling, web
-from torch_ros.cli.watching import fleets
+from torch_ros.cli.asking import fleets
 from torch_ros.errors import StoreUnavailable
 from torch_ros.fleet.fleet import Fleet
 from torch_ros.protocol.keys import Keys
@@ -258,7 +258,7 @@ def test_a_model_that_is_not_there_is_not_watched(store, crowd, monkeypatch):
         watched.append(name)
         return fleets(kv, name, over)
 
-    monkeypatch.setattr(web, "fleets", noted)
+    monkeypatch.setattr(asking, "fleets", noted)
     with serving(store) as port:
         refused = ask(port, "/events?model=none")
         assert refused.status == 404

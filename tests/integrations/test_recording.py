@@ -52,7 +52,7 @@ def test_each_rank_of_tensor_parallelism_lands_its_part(rank):
     recording = proven(toy, weights_of(gate=(8, 5), up=(8, 5), down=(5, 8)))
     assert recording.is_complete
     assert [box.offsets for box in recording.landings["down"].boxes] == [(0, 4 * rank)]
-    assert recording.size_bytes == 4 * 60
+    assert sum(each.size_bytes for each in recording.landings.values()) == 4 * 60
 
 
 def test_experts_land_in_their_stacks_and_those_of_other_ranks_are_unused():
@@ -478,7 +478,6 @@ def test_anything_but_a_copy_is_staged_and_says_why(load):
     recording = proven(toy, weights_of(x=(3,)))
     assert recording.staged.keys() == {"x"}
     assert STAGED[load] in recording.staged["x"], recording.staged["x"]
-    assert STAGED[load] in str(recording)
     assert torch.equal(toy.plain["x"], torch.zeros(3)) or load is elsewhere
 
 
@@ -727,9 +726,6 @@ def test_no_parameter_stays_stale_without_a_word():
     assert recording.unwritten == {"a": 2, "b": 4}
     assert not recording.is_complete
     assert recording.buffers == ("inv_freq",)
-    assert "parameters that nothing was written to: a (2 elements), b (4 elements)" in str(
-        recording
-    )
 
 
 def test_an_engine_that_was_changed_is_put_back_after_an_error():

@@ -1,14 +1,19 @@
-"""Which elements differ between two versions, or a version and a checkpoint on disk."""
+"""Where versions, replicas of one, or a version and a checkpoint on disk have other bits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
+from torch_ros.weights.digest import digest
+
 Named = tuple[str, torch.Tensor]
 Shapes = Mapping[str, tuple[torch.dtype, torch.Size]]
+Digests = Mapping[str, int]  # of whole tensors, by fqn
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -51,3 +56,39 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     width = min(tensor.itemsize, max(WORDS))
     words = tensor.contiguous().view(-1).view(torch.uint8).view(WORDS[width])
     return words.view(tensor.numel(), -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """A tensor of which one replica has other bits than `others`, who have the same."""
+
+    name: str
+    replica: str
+    others: tuple[str, ...]
+
+
+def digests_of(tensors: Iterable[Named]) -> Digests:
+    """Digests of every bit. Tensors may come one after the other, in one buffer."""
+    return {
+        name: digest(tensor, global_shape=tensor.shape, offsets=(0,) * tensor.dim(), depth="full")
+        for name, tensor in tensors
+    }
+
+
+def deviations(found: Mapping[str, Digests], trusted: Collection[str] = ()) -> Iterator[Deviation]:
+    """The tensors that are not the same everywhere, by the replicas that have other bits than most.
+
+    Args:
+        found: The bits that each of them has; in doubt those that come first are right.
+        trusted: Those of them that are right, whatever the others have.
+    """
+    for name in sorted(set(chain.from_iterable(found.values()))):
+        has = {replica: digests[name] for replica, digests in found.items() if name in digests}
+        judges = [value for replica, value in has.items() if not trusted or replica in trusted]
+        if not judges:
+            continue
+        [(right, _)] = Counter(judges).most_common(1)
+        others = tuple(replica for replica, value in has.items() if value == right)
+        for replica, value in has.items():
+            if value != right:
+                yield Deviation(name, replica, others)

@@ -1,7 +1,8 @@
 """Ask etcd on behalf of a command: no seat, no lease, no write."""
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from difflib import get_close_matches
@@ -9,32 +10,26 @@ from difflib import get_close_matches
 from torch_ros.cli import waits
 from torch_ros.cli.waits import Blamed, Why, wait_ranges
 from torch_ros.deadline import Deadline, wall_ms
-from torch_ros.errors import AccessDenied, BackendError, UsageError
+from torch_ros.errors import AccessDenied, BackendError, ClosedError, UsageError
 from torch_ros.fleet import seen
 from torch_ros.fleet.fleet import Fleet, fleet_ranges
 from torch_ros.p2p.life import Life, State, look
 from torch_ros.printable import some
-from torch_ros.protocol.keys import (
-    EVERY_MODEL,
-    Keys,
-    owner_of,
-    parse_model,
-    parse_shard,
-    replica_of,
-)
-from torch_ros.protocol.legible import readable
-from torch_ros.protocol.records import SeenRecord, ShardRecord, VersionRef
+from torch_ros.protocol.keys import EVERY_MODEL, Keys, parse_model
+from torch_ros.protocol.records import SeenRecord, VersionRef
 from torch_ros.protocol.versions import Spec, resolve, spec_ranges
 from torch_ros.store.endpoint import connect, located
 from torch_ros.store.kv import KV
 from torch_ros.store.loops import Done, Wait, follow
 from torch_ros.store.run import run
-from torch_ros.store.txn import Changes, Count, Get, Read, Txn, View, Watch, whole
+from torch_ros.store.txn import Changes, Count, Follow, Get, Read, Txn, View, Watch, whole
 
 ANSWER_S = 10.0
 # States of a process that does nothing more.
 ENDS = {"stopped", "traced", "frozen", "closed", "gone", "replaced"}
 WATCH_S = 60.0  # a stream of etcd, then another
+PERIOD_S = 0.1  # between two fleets: what changes more often is seen together
+LOOK_S = 2.0  # of a watch, then another: so soon is it noticed that nobody looks any more
 
 
 def connected(endpoint: str, timeout_s: float | None = None) -> KV:
@@ -77,15 +72,6 @@ def fleet(kv: KV, model: str, timeout_s: float = ANSWER_S) -> Fleet:
     return Fleet.of(kv.read(Read(fleet_ranges(keys)), timeout_s=timeout_s), keys)
 
 
-def hosts(kv: KV, model: str) -> dict[str, str]:
-    """The hosts of each replica's processes, in words."""
-    shards, found = Keys(model).every_shard(), dict[str, set[str]]()
-    view = kv.read(Read((shards,)), timeout_s=ANSWER_S)
-    for _, inst, shard, _ in readable(view.within(shards), parse_shard, ShardRecord):
-        found.setdefault(replica_of(owner_of(inst)), set()).add(shard.host)
-    return {replica: some(sorted(names)) for replica, names in found.items()}
-
-
 def revision(kv: KV) -> int:
     """The store's revision, now."""
     return kv.read(Read(()), timeout_s=ANSWER_S).rev
@@ -98,6 +84,36 @@ def await_change(kv: KV, model: str | None, after_rev: int, timeout_s: float) ->
     while (left_s := until_s - time.monotonic()) > 0:
         if kv.wait(watch, timeout_s=min(left_s, WATCH_S)):
             return
+
+
+def fleets(
+    kv: KV, model: str, over: threading.Event, period_s: float = PERIOD_S
+) -> Iterator[Fleet | BackendError]:
+    """The fleet, and again whenever it has changed, until `over` is set or `kv` is closed.
+
+    An error stands for a fleet that cannot be told now; the next one that can be told follows it.
+    """
+    keys = Keys(model)
+    ranges = fleet_ranges(keys)
+    view: View | None = None
+    while not over.is_set():
+        try:
+            if view is None:
+                view = kv.read(Read(ranges), timeout_s=ANSWER_S)
+                yield Fleet.of(view, keys)
+            changes = kv.follow(Follow(whole(ranges), view.rev, ""), timeout_s=LOOK_S)
+            if changes is None:
+                view = None
+            elif changes.entries:
+                view = view.after(changes)
+                yield Fleet.of(view, keys)
+        except ClosedError:
+            return
+        except BackendError as error:
+            view = None
+            yield error
+            over.wait(PERIOD_S)
+        over.wait(period_s)
 
 
 def resolved(

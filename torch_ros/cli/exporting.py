@@ -24,18 +24,23 @@ def export(kv: KV, asked: argparse.Namespace, tell: Callable[[str], None]) -> No
 
     for model in asked.models:
         asking.fleet_of(kv, model)
-    _fleets(kv, asked.models)  # a role that may not is an error now, and not a figure later
-    collector = FleetCollector(partial(_fleets, kv, asked.models))
+    fleets(
+        kv, asked.models, SCRAPE_S
+    )  # a role that may not is an error now, and not a figure later
+    collector = FleetCollector(partial(fleets, kv, asked.models, SCRAPE_S))
     with told_to_end() as ends, serving(collector, asked.host, asked.port) as address:
         tell(address)
         ends.wait()
 
 
-def _fleets(kv: KV, models: Sequence[str]) -> dict[str, Fleet | BackendError]:
+def fleets(
+    kv: KV, models: Sequence[str] = (), timeout_s: float = asking.ANSWER_S
+) -> dict[str, Fleet | BackendError]:
+    """These, or all; an error stands for one of another release."""
     found: dict[str, Fleet | BackendError] = {}
-    for model in models or asking.models(kv, SCRAPE_S):
+    for model in models or asking.models(kv, timeout_s):
         try:
-            found[model] = asking.fleet(kv, model, SCRAPE_S)
+            found[model] = asking.fleet(kv, model, timeout_s)
         except (StoreUnavailable, AccessDenied):
             raise
         except BackendError as error:

@@ -1,7 +1,7 @@
 """How far a read has come, as `--deep` found it. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch_ros.fleet.fleet import Fleet
@@ -13,13 +13,13 @@ class Headway:
 
     Attributes:
         bytes_done, bytes_total: None: a rank did not answer, or shows nothing.
-        bytes_per_s: Between two looks.
+        bytes_per_s: Between two looks; None: likewise.
         problem: Why they are not known.
     """
 
     bytes_done: int | None = None
     bytes_total: int | None = None
-    bytes_per_s: float = 0.0
+    bytes_per_s: float | None = None
     problem: str = ""
 
 
@@ -31,7 +31,7 @@ def text(made: Headway) -> str:
     if made.bytes_done is None or made.bytes_total is None:
         return "filling ?"
     share = made.bytes_done / made.bytes_total if made.bytes_total else 1.0
-    return f"{share:.0%} {made.bytes_per_s / 1e9:.2f} GB/s"
+    return f"{share:.0%} {(made.bytes_per_s or 0) / 1e9:.2f} GB/s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +63,4 @@ def summed(looks: Sequence[tuple[Position, Position]]) -> Headway:
 
 def listed(found: Mapping[str, Headway]) -> list[dict[str, Any]]:
     """For --json; `found` by `inst`, as in the fleet's `held`."""
-    return [
-        {
-            "inst": inst,
-            "bytes_done": each.bytes_done,
-            "bytes_total": each.bytes_total,
-            "bytes_per_s": each.bytes_per_s if each.bytes_done is not None else None,
-            "problem": each.problem,
-        }
-        for inst, each in sorted(found.items())
-    ]
+    return [{"inst": inst, **asdict(found[inst])} for inst in sorted(found)]

@@ -89,7 +89,7 @@ def _line(
         how=_how(replica, shown, fills),
         datacenter=replica.datacenter,
         world_size=replica.world_size,
-        also=_others((each.ref for each in rest), holds.ref if holds else None),
+        also=tuple(dict.fromkeys(each.ref for each in rest if each.ref != rest[0].ref)),
         uses=active.version if active else None,
         sources=fills.sources if fills else (),
         readers=tuple(sorted({name for each in there for name in each.readers})),
@@ -120,10 +120,6 @@ def _how(replica: Replica, shown: Held | None, fills: Held | None) -> str:
     else:
         kind = shown.kind if shown is not None else "-"
     return f"{kind}, spot" if replica.spot else kind
-
-
-def _others(refs: Iterable[VersionRef], shown: VersionRef | None) -> tuple[VersionRef, ...]:
-    return tuple(dict.fromkeys(ref for ref in refs if ref != shown))
 
 
 def spread(there: Iterable[Line], ref: VersionRef | None) -> Spread:

@@ -1,7 +1,7 @@
 """`torch-ros ls`: who has which version. Pure: rows of text out of fleets."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch_ros.cli import headway
 from torch_ros.cli.headway import Headway
@@ -9,19 +9,8 @@ from torch_ros.deadline import wall_ms
 from torch_ros.fleet.fleet import Fleet, Held
 from torch_ros.printable import some
 
-
-class Differs(Protocol):
-    """`torch_ros.checkpoints.compared.Difference`, without torch."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def changed(self) -> int | None: ...
-    @property
-    def count(self) -> int: ...
-    @property
-    def why(self) -> str: ...
-
+if TYPE_CHECKING:  # both take torch
+    from torch_ros.checkpoints.compared import Deviation, Difference
 
 Rows = list[Sequence[str]]
 MODELS = ("MODEL", "RUN", "LATEST", "SIZE", "HELD BY", "READING", "REPLICAS", "LAST PUBLISH", "")
@@ -102,7 +91,7 @@ def behind(fleet: Fleet) -> list[str]:
     return found
 
 
-def differences(found: Iterable[Differs]) -> Rows:
+def differences(found: "Iterable[Difference]") -> Rows:
     """A line for each tensor that differs."""
     rows: Rows = []
     for each in found:
@@ -114,18 +103,7 @@ def differences(found: Iterable[Differs]) -> Rows:
     return rows
 
 
-class Deviates(Protocol):
-    """`torch_ros.checkpoints.verified.Deviation`, without torch."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def replica(self) -> str: ...
-    @property
-    def others(self) -> Sequence[str]: ...
-
-
-def unverified(found: Iterable[Deviates], odd: Iterable[Differs]) -> Rows:
+def unverified(found: "Iterable[Deviation]", odd: "Iterable[Difference]") -> Rows:
     """A line for each tensor of each replica that is not what others have."""
     rows: Rows = [(each.name, each.replica, f"unlike {some(each.others)}") for each in found]
     return [*rows, *((each.name, "all", each.why) for each in odd)]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 from typing import TextIO
 from urllib.parse import urlsplit
 
@@ -25,13 +26,12 @@ from torch_ros.cli import (
 )
 from torch_ros.cli.headway import Look
 from torch_ros.errors import (
-    AccessDenied,
     BackendError,
-    StoreUnavailable,
     TorchRosError,
     UsageError,
     VersionNotFound,
 )
+from torch_ros.fleet.fleet import Fleet
 from torch_ros.printable import silence
 from torch_ros.store.kv import KV
 
@@ -184,7 +184,11 @@ def _doctor(asked: argparse.Namespace) -> int:
     asked.model = asked.links or asked.model
     facts = examining.examine(asked.endpoint, asked.model)
     found = doctor.findings(facts)
-    probed = _probed(asked, facts) if asked.links and not facts.silence else ()
+    probed: Sequence[links.Link] = ()
+    if asked.links and not facts.silence:
+        from torch_ros.cli import probing  # noqa: PLC0415  # it takes torch, for seconds
+
+        probed = probing.probe(asked, facts.models[0].hosts)
     found += links.slow(probed)
     if asked.json:
         output.say_json(sys.stdout, {"findings": found, "links": links.ranked(probed)})
@@ -197,30 +201,10 @@ def _doctor(asked: argparse.Namespace) -> int:
     return FINE if doctor.is_well(found) else NOT_FINE
 
 
-def _probed(asked: argparse.Namespace, facts: doctor.Facts) -> Sequence[links.Link]:
-    from torch_ros.cli import probing  # noqa: PLC0415  # it takes torch, for seconds
-
-    return probing.probe(asked, facts.models[0].hosts)
-
-
-def _push(asked: argparse.Namespace) -> int:
-    from torch_ros.cli import moving  # noqa: PLC0415  # it takes torch, for seconds
-
-    moving.push(asked, sys.stdout)
-    return FINE
-
-
-def _pull(asked: argparse.Namespace) -> int:
-    from torch_ros.cli import moving  # noqa: PLC0415
-
-    moving.pull(asked, sys.stdout)
-    return FINE
-
-
-def _archive(asked: argparse.Namespace) -> int:
-    from torch_ros.cli import archiving  # noqa: PLC0415
-
-    archiving.archive(asked, sys.stdout)
+def _moved(module: str, asked: argparse.Namespace) -> int:
+    """A command that writes lines as it goes, of a module that takes torch, for seconds."""
+    run = getattr(import_module(f"torch_ros.cli.{module}"), asked.command)
+    run(asked, sys.stdout)
     return FINE
 
 
@@ -318,14 +302,11 @@ def _list(kv: KV, asked: argparse.Namespace, out: TextIO, look: Look | None) -> 
 
 def _list_models(kv: KV, out: TextIO, *, is_json: bool) -> int:
     """All that can be read; a model of another release does not hide the others."""
-    fleets, code = [], FINE
-    for model in asking.models(kv):
-        try:
-            fleets.append(asking.fleet(kv, model))
-        except BackendError as error:
-            if isinstance(error, StoreUnavailable | AccessDenied):
-                raise
-            code = _say(error, NOT_FINE)
+    found = exporting.fleets(kv).values()
+    fleets = [each for each in found if isinstance(each, Fleet)]
+    code = max(
+        (_say(each, NOT_FINE) for each in found if not isinstance(each, Fleet)), default=FINE
+    )
     if is_json:
         output.say_json(out, {"models": [asdict(fleet) for fleet in fleets]})
     else:
@@ -348,8 +329,8 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "doctor": _doctor,
     "gc": _gc,
     "verify": _verify,
-    "push": _push,
-    "pull": _pull,
-    "archive": _archive,
+    "push": partial(_moved, "moving"),
+    "pull": partial(_moved, "moving"),
+    "archive": partial(_moved, "archiving"),
     "diff": _diff,
 }

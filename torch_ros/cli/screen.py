@@ -15,6 +15,7 @@ SPREAD_WIDTH = 40
 NARROW = 64  # columns: with fewer, how and where are left out
 COLOURS = ("#5b9dff", "#ffb454", "#3ddbb4", "#ff7eb6", "#b79cff", "#c5e478", "#ff8f6b", "#6ad7ff")
 VERSIONS_SHOWN = 4
+DIGITS = 20  # of a number in a name
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +60,9 @@ def age(ref: VersionRef | None) -> tuple[object, ...]:
 
 
 @lru_cache(1 << 16)
-def natural(name: str) -> tuple[object, ...]:
+def natural(name: str) -> str:
     """So that r10 comes behind r9."""
-    parts = re.split(r"([0-9]+)", name)
-    return tuple(_numeric(part) if place % 2 else part for place, part in enumerate(parts))
-
-
-def _numeric(digits: str) -> tuple[int, str]:
-    """Ordered as the number is, which `int` does not make of more than 4,300 digits."""
-    stripped = digits.lstrip("0")
-    return len(stripped), stripped
+    return re.sub("[0-9]+", lambda found: found[0].zfill(DIGITS), name)
 
 
 COLUMNS = (
@@ -81,10 +75,10 @@ COLUMNS = (
     Column("WHERE", lambda line: line.datacenter, share=2),
 )
 ORDERS: Sequence[tuple[str, Callable[[Line], tuple[object, ...]]]] = (
-    ("replica", lambda line: natural(line.replica)),
-    ("version", lambda line: (age(line.holds), age(line.fills), *natural(line.replica))),
-    ("state", lambda line: (line.state, *natural(line.replica))),
-    ("reads", lambda line: (not line.sources, -len(line.readers), *natural(line.replica))),
+    ("replica", lambda line: (natural(line.replica),)),
+    ("version", lambda line: (age(line.holds), age(line.fills), natural(line.replica))),
+    ("state", lambda line: (line.state, natural(line.replica))),
+    ("reads", lambda line: (not line.sources, -len(line.readers), natural(line.replica))),
 )
 
 

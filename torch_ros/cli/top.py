@@ -20,7 +20,6 @@ from textual.widgets import Footer, Input, Static
 from torch_ros.cli import asking, lines, screen, waiting
 from torch_ros.cli.headway import Headway, Look
 from torch_ros.cli.lines import Line
-from torch_ros.cli.watching import fleets
 from torch_ros.errors import BackendError, TorchRosError
 from torch_ros.fleet.fleet import Fleet
 from torch_ros.printable import printable
@@ -47,7 +46,7 @@ def show(kv: KV, model: str, look: Look | None = None) -> None:
     top = Top(kv.endpoint, lambda replica: waiting.lines(asking.why(kv, model, replica, None)))
 
     def watch() -> None:
-        for found in fleets(kv, model, over):
+        for found in asking.fleets(kv, model, over):
             top.post_message(Seen(found))
 
     def ask() -> None:

@@ -59,17 +59,17 @@ def closed_to(agent: str, descriptor: bytes, address: int) -> str | None:
             return None
         with contextlib.closing(Neighbour(agent, process)) as neighbour:
             neighbour.vouched()
-        return _closed_by(lambda: _can_read(process.pid, address))
+        return _closed_by(lambda: _read(process.pid, address, 1).size == 1)
     except TransferFailed:
         return None
     except Unproven as error:
         return str(error)
 
 
-def _can_read(pid: int, address: int) -> bool:
-    byte = np.zeros(1, np.uint8)
-    cma.read(pid, np.array([(address, byte.ctypes.data, 1)], np.uint64))
-    return True
+def _read(pid: int, address: int, count: int) -> np.ndarray:
+    here = np.zeros(count, np.uint8)
+    cma.read(pid, np.array([(address, here.ctypes.data, count)], np.uint64))
+    return here
 
 
 def _tried(said: Mapping[str, Any], more: Sequence[str]) -> Mapping[str, str]:
@@ -83,7 +83,7 @@ def _tried(said: Mapping[str, Any], more: Sequence[str]) -> Mapping[str, str]:
     with contextlib.closing(stranger):
         tried: dict[str, Callable[[], bool]] = {
             "voucher": lambda: bool(stranger.vouched()),
-            "cma": lambda: _is_read(process.pid, said["address"]),
+            "cma": lambda: _is_shown(_read(process.pid, said["address"], SHOWN_BYTES)),
             "mapped": lambda: _is_mapped(stranger, said["shared"]),
         }
         for module in map(importlib.import_module, more):
@@ -98,9 +98,7 @@ def _closed_by(is_open: Callable[[], bool]) -> str:
         return str(error)
 
 
-def _is_read(pid: int, address: int) -> bool:
-    here = np.zeros(SHOWN_BYTES, np.uint8)
-    cma.read(pid, np.array([(address, here.ctypes.data, SHOWN_BYTES)], np.uint64))
+def _is_shown(here: np.ndarray) -> bool:
     return bool((here == SHOWN).all())
 
 
@@ -110,7 +108,7 @@ def _is_mapped(stranger: Neighbour, address: int) -> bool:
     with contextlib.closing(mapped.Mapping(stretch)) as mapping:
         here = np.zeros(SHOWN_BYTES, np.uint8)
         copy(np.array([(mapping.address, here.ctypes.data, SHOWN_BYTES)], np.uint64))
-        return bool((here == SHOWN).all())
+        return _is_shown(here)
 
 
 @contextlib.contextmanager

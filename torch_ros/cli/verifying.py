@@ -10,9 +10,15 @@ from pathlib import Path
 from typing import Literal
 
 import torch_ros
-from torch_ros.checkpoints.compared import Difference, unlike
+from torch_ros.checkpoints.compared import (
+    Deviation,
+    Difference,
+    Digests,
+    deviations,
+    digests_of,
+    unlike,
+)
 from torch_ros.checkpoints.mapped import mapped
-from torch_ros.checkpoints.verified import Deviation, Digests, deviations, digests_of
 from torch_ros.checkpoints.written import BUFFER_BYTES, BUFFER_S, require_same
 from torch_ros.cli.moving import as_version, opened
 from torch_ros.errors import NotAvailable, SourceLost, UsageError, VersionNotFound

@@ -285,7 +285,7 @@ def _reading(
     if sources and not away:
         source = by_rank[waited_for[0]]
         return _from(f"{what}: reads ({_ranks(waited_for)})", source)
-    if by_rank or (sources and len(waited_for) < _size(there, inst)):
+    if by_rank or (sources and len(waited_for) < len(there.shards(inst))):
         return _Found(f"{what}: not there to read yet: {_ranks(away)}", ranks=away)
     if sources:
         return _from(f"{what}: has claimed a source", sources[0])
@@ -300,10 +300,6 @@ def _reading(
 def _from(text: str, source: str) -> _Found:
     replica = k.replica_of(k.owner_of(source))
     return _Found(f"{text} from {replica}", onto=replica, source=source)
-
-
-def _size(there: _Records, inst: str) -> int:
-    return len(there.shards(inst))
 
 
 def _has_it(there: _Records, ref: VersionRef, but: str) -> Held | None:

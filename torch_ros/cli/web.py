@@ -32,12 +32,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch_ros.arguments import host_and_port, is_loopback
 from torch_ros.cli import asking, telling
 from torch_ros.cli.ending import told_to_end
-from torch_ros.cli.watching import fleets
 from torch_ros.errors import BackendError, TorchRosError, UsageError
 from torch_ros.fleet.fleet import Fleet
 from torch_ros.store.kv import KV
 
-PORT = 8265
 QUIET_S = 10.0  # a comment is sent this often, so that both sides notice that the other is gone
 ENDS_S = 1  # a page that is shown is not waited for
 STREAMS_MAX = 200  # each takes a connection; a page has one
@@ -130,7 +128,7 @@ class _Feed:
         threading.Thread(target=self._watch, args=(kv, model), daemon=True).start()
 
     def _watch(self, kv: KV, model: str) -> None:
-        for found in fleets(kv, model, self._over):
+        for found in asking.fleets(kv, model, self._over):
             now = telling.told(found) if isinstance(found, Fleet) else found
             try:
                 self._loop.call_soon_threadsafe(self._show, now)

@@ -37,7 +37,7 @@ from torch_ros.integrations.landing_plan import (
     plan_landings,
     small_with_nan,
 )
-from torch_ros.integrations.landings import Recording, by_reason
+from torch_ros.integrations.landings import Recording
 from torch_ros.integrations.seams import Alone, Contents, Engine, EngineRanks, Weights
 from torch_ros.printable import log_of
 
@@ -107,12 +107,15 @@ class InstallReport:
         return self.direct_bytes / max(1, self.direct_bytes + self.staged_bytes)
 
     def __str__(self) -> str:
+        reasons: dict[str, list[str]] = {}
+        for fqn, reason in self.staged.items():
+            reasons.setdefault(reason, []).append(fqn)
         megabytes = (self.direct_bytes + self.staged_bytes) / 1e6
         took = ", ".join(f"{stage} {1e3 * s:.0f} ms" for stage, s in self.stages_s.items())
         parts = [
             f"version {self.version}: {len(self.direct)} tensors in place",
             f"{100 * self.direct_share:.2f} % of {megabytes:.1f} MB ({took})",
-            *(f"staged, {why}: {', '.join(fqns)}" for why, fqns in by_reason(self.staged).items()),
+            *(f"staged, {reason}: {', '.join(fqns)}" for reason, fqns in reasons.items()),
             *([f"ignored: {', '.join(self.ignored)}"] if self.ignored else []),
         ]
         return "; ".join(parts)

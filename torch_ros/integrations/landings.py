@@ -1,7 +1,7 @@
 """Where a version's tensors go in an engine: the values that a recording consists of."""
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -97,43 +97,3 @@ class Recording:
     def is_complete(self) -> bool:
         """Whether no parameter keeps what it had."""
         return not self.unwritten
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes that land."""
-        return sum(landing.size_bytes for landing in self.landings.values())
-
-    def __str__(self) -> str:
-        megabytes = self.size_bytes / 1e6
-        boxes = sum(len(landing.boxes) for landing in self.landings.values())
-        total = len(self.landings) + len(self.staged) + len(self.unused)
-        return "\n".join(
-            [
-                f"{len(self.landings)} of {total} land in place: {megabytes:.1f} MB, {boxes} boxes",
-                *(
-                    f"staged, {reason}: {', '.join(fqns)}"
-                    for reason, fqns in by_reason(self.staged).items()
-                ),
-                *_line("unused by the loader", self.unused),
-                *_line("parameters that nothing was written to", _counted(self.unwritten)),
-                *_line("filled with no checkpoint tensor", _counted(self.filled)),
-                *_line("given other memory by the loader", self.replaced),
-                *_line("buffers that nothing was written to", self.buffers),
-            ]
-        )
-
-
-def by_reason(staged: Mapping[str, str]) -> dict[str, list[str]]:
-    """The names for each reason."""
-    found: dict[str, list[str]] = {}
-    for fqn, reason in staged.items():
-        found.setdefault(reason, []).append(fqn)
-    return found
-
-
-def _counted(elements: Mapping[str, int]) -> list[str]:
-    return [f"{name} ({count} elements)" for name, count in elements.items()]
-
-
-def _line(title: str, names: Sequence[str]) -> list[str]:
-    return [f"{title}: {', '.join(names)}"] if names else []

@@ -39,15 +39,13 @@ class ROSInitInfo(WeightTransferInitInfo):
     """How an engine follows a model: the `init_info` of vLLM's calls, as JSON if need be.
 
     Attributes:
-        model: The name under which versions are published.
         replica: The name of this engine, needed if it has several workers or data parallelism: the
             engines of a data parallel group are replicas NAME-dp0, NAME-dp1 and on.
-        bucket: The URL of a bucket, if the engine shares nothing else with the trainer. It has no
-            name then, offers nothing to others, and nobody is told which version it uses.
-        options: The other options of `torch_ros.open`, by name, except rank and world_size.
+        bucket: As for `attach`. The engine has no name then, offers nothing to others, and nobody
+            is told which version it uses.
         timeout_s: For `init_weight_transfer_engine`, and for each update that names none.
 
-    The rest is `InstallOptions`.
+    The rest is as for `attach`, or in `InstallOptions`.
     """
 
     model: str
