@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import uuid
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ import torch_ros
 from puppets.servers import free_port
 from torch_ros.errors import DeadlineExceeded, SeatLost, UsageError
 from torch_ros.features.streams import filling
-from torch_ros.metrics import HandleCollector, serve
+from torch_ros.metrics import HandleCollector, process, serve
 from torch_ros.metrics.process import serve_as_told
+from torch_ros.shard.core import open_shards
 from torch_ros.shard.report import REPORTS_KEPT, DrainReport, ReadReport
 from torch_ros.shard.tally import BOUNDS_S, ENDED_MAX, Histogram, Tallies, Whose
 
@@ -267,9 +269,22 @@ def test_the_environment_serves_once_above_a_rank_s_port():
     assert run()[0] == "[]\n"  # nothing is imported that was not asked for
 
 
-@pytest.mark.parametrize("told", ["x", "70000", "no.such.host.invalid:0"])
+@pytest.mark.parametrize("told", ["x", "70000", "no.such.host.invalid:0", "65535"])
 def test_a_job_does_not_fail_for_want_of_figures(monkeypatch, caplog, told):
     monkeypatch.setenv("TORCH_ROS_METRICS_PORT", told)
+    monkeypatch.setenv("LOCAL_RANK", "1")
     serve_as_told.cache_clear()
     serve_as_told()
     assert "no figures are served" in caplog.text
+
+
+def test_ctrl_c_while_the_figures_begin_leaves_no_seat(monkeypatch):
+    def struck():
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("TORCH_ROS_METRICS_PORT", "0")
+    monkeypatch.setattr(process, "serve_as_told", struck)
+    before = open_shards()
+    with pytest.raises(KeyboardInterrupt):
+        torch_ros.open("m", endpoint=f"memory://{uuid.uuid4().hex}")
+    assert open_shards() == before

@@ -259,6 +259,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     own = partial(own, prefers=forerunner_of(place.replica))  # feature seeding
     install: Install | None = None
     install = Install() if installs else None  # feature installs
+    _serve_figures()  # before there is a seat that an error or Ctrl-C would leave behind
     shard = means.shard(place, own, chosen, deadline, install, huge_pages=huge_pages)
 
     # feature fallback {
@@ -271,7 +272,6 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     shard.policy = NearFirst(shard, forerunner)
     # } seeding
     shard.policy = shard.policy if policy is None else Chosen(policy)
-    _serve_figures()
     handle = ShardHandle(shard)
     lend(handle.copies, shard.transport.agent, borrow_bytes)  # feature lending
     return handle

@@ -61,8 +61,9 @@ def start(collector: Collector, host: str, port: int) -> tuple[WSGIServer, threa
     kind = _Server6 if ":" in host else ThreadingWSGIServer
     try:
         server = make_server(host, port, page, kind, _Handler)
-    except OSError as error:
-        raise UsageError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
+    except (OSError, OverflowError) as error:  # a rank's port may be above the highest
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot listen at {host}:{port}: {reason}") from error
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     return server, thread
