@@ -305,8 +305,10 @@ def test_a_handle_that_is_dropped_goes_on_serving(opened, endpoint):
     handle = torch_ros.open(model, endpoint=endpoint, replica="dropped")
     handle.register({"w": torch.full((1000,), 5.0)})
     handle.publish(1)
+    there = weakref.ref(handle)
     del handle
     gc.collect()
+    assert there() is None, "its shard needs no more than the tensors"
     with torch_ros.open(model, endpoint=endpoint, replica="rollout") as rollout:
         target = torch.zeros(1000)
         rollout.register({"w": target})

@@ -78,9 +78,9 @@ class ShardHandle:
         self.model: str = shard.model
         self.checkpoints: Checkpoints = Checkpoints(shard)
         """For torch_ros.dcp; no stable interface."""
-        self.copies: CopyBuffers = CopyBuffers(HostBuffers())
+        self.copies: CopyBuffers = (copies := CopyBuffers(HostBuffers()))
         """For torch_ros.dcp; no stable interface."""
-        shard.observed.staged["buffers"] = lambda: self.copies.size_bytes
+        shard.observed.staged["buffers"] = lambda: copies.size_bytes  # which keeps no handle
         # feature handover {
         self.archives: Archives = Archives(shard)
         """For torch_ros.bucket; no stable interface."""
