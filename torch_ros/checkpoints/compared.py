@@ -10,11 +10,11 @@ from itertools import chain
 import torch
 
 from torch_ros.weights.digest import digest
+from torch_ros.weights.local import WORDS
 
 Named = tuple[str, torch.Tensor]
 Shapes = Mapping[str, tuple[torch.dtype, torch.Size]]
 Digests = Mapping[str, int]  # of whole tensors, by fqn
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ def differences(one: Iterable[Named], other: Iterable[Named]) -> Iterator[Differ
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Each element as a row of whole numbers, so that NaNs are what they are."""
-    width = min(tensor.itemsize, max(WORDS))
-    words = tensor.contiguous().view(-1).view(torch.uint8).view(WORDS[width])
+    width = WORDS[min(tensor.itemsize, 8)]
+    words = tensor.contiguous().view(-1).view(torch.uint8).view(width)
     return words.view(tensor.numel(), -1)
 
 

@@ -4,6 +4,7 @@
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -11,7 +12,7 @@ from typing import Literal
 
 from torch_ros import environment
 from torch_ros.cli import waiting
-from torch_ros.cli.health import EtcdHealth, MemberHealth
+from torch_ros.cli.health import EtcdHealth
 from torch_ros.cli.ls import size
 from torch_ros.cli.waits import Blamed
 from torch_ros.printable import some
@@ -175,7 +176,11 @@ def _alarms(_: Facts, etcd: EtcdHealth) -> Iterator[Finding]:
 def _releases(facts: Facts, etcd: EtcdHealth) -> Iterator[Finding]:
     if facts.is_local:  # nothing in it outlives the processes that wrote it
         return
-    for version, hosts in _hosts_by_version(etcd.members).items():
+    hosts_of = defaultdict[str, list[str]](list)
+    for each in etcd.members:
+        if each.version:
+            hosts_of[each.version].append(each.host)
+    for version, hosts in hosts_of.items():
         number, found = _number(version), f"etcd {version} at {some(hosts)}"
         best = "3.5.7 or newer, or 3.4.23 or newer of 3.4"
         if LOSES[0] <= number <= LOSES[1]:
@@ -185,14 +190,6 @@ def _releases(facts: Facts, etcd: EtcdHealth) -> Iterator[Finding]:
             yield Finding("warn", f"{found} may end when a reader gives up", best, "upgrade it")
         elif number < ENDS[0]:
             yield Finding("FAIL", f"{found} is older than any that was tried", best, "upgrade it")
-
-
-def _hosts_by_version(members: Sequence[MemberHealth]) -> Mapping[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for each in members:
-        if each.version:
-            found.setdefault(each.version, []).append(each.host)
-    return found
 
 
 def _filling_up(_: Facts, etcd: EtcdHealth) -> Iterator[Finding]:

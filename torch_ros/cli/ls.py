@@ -27,7 +27,8 @@ def models(fleets: Iterable[Fleet]) -> Rows:
 
 
 def _model(fleet: Fleet) -> Sequence[str]:
-    ref, alive = fleet.latest, _alive(fleet)
+    ref = fleet.latest
+    alive = str(sum(each.state == "complete" for each in fleet.replicas.values()))
     if ref is None:
         return (fleet.model, next(iter(fleet.runs), "-"), "-", "-", "0", "-", alive, "-", "")
     newest = next(each for each in fleet.versions if each.ref == ref)
@@ -37,10 +38,6 @@ def _model(fleet: Fleet) -> Sequence[str]:
     row = (fleet.model, ref.run, str(ref.version), size(newest.size_bytes))
     ago = f"{age(newest.at_ms)} ago" if newest.at_ms else "-"
     return (*row, str(len(holders)), str(reading), alive, ago, alone)
-
-
-def _alive(fleet: Fleet) -> str:
-    return str(sum(each.state == "complete" for each in fleet.replicas.values()))
 
 
 def versions(
@@ -109,11 +106,11 @@ def unverified(found: "Iterable[Deviation]", odd: "Iterable[Difference]") -> Row
     return [*rows, *((each.name, "all", each.why) for each in odd)]
 
 
-def age(at_ms: int | None) -> str:
+def age(at_ms: int | None, now_ms: int | None = None) -> str:
     """How long ago that was, by this host's clock; never negative, since clocks differ."""
     if at_ms is None:
         return "-"
-    passed_s = max(0, wall_ms() - at_ms) // 1000
+    passed_s = max(0, (wall_ms() if now_ms is None else now_ms) - at_ms) // 1000
     unit, length_s = next((each for each in TIMES if passed_s >= each[1]), TIMES[-1])
     return f"{passed_s // length_s} {unit}"
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from torch_ros.cli.ls import age
 from torch_ros.errors import CallMismatch, DeadlineExceeded, SourceLost
 from torch_ros.fleet import seen
 from torch_ros.fleet.fleet import Fleet, Held
@@ -30,7 +31,6 @@ from torch_ros.protocol.sources import suspects
 from torch_ros.store.txn import Ranges, View, under
 
 Kind = Literal["process", "gone", "version", "cycle", "nothing"]
-TIMES = (("days", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 def wait_ranges(keys: Keys) -> Ranges:
@@ -195,11 +195,7 @@ class _Records:
         return record or VersionRecord(ref.uid)
 
     def ago(self, at_ms: int) -> str:
-        if not (at_ms and self.now_ms):
-            return ""
-        passed_s = max(0, self.now_ms - at_ms) // 1000
-        unit, length_s = next((each for each in TIMES if passed_s >= 2 * each[1]), TIMES[-1])
-        return f" {passed_s // length_s} {unit} ago"
+        return f" {age(at_ms, self.now_ms)} ago" if at_ms and self.now_ms else ""
 
 
 def _of_replica(there: _Records, name: str, version: int | None) -> _Found:
