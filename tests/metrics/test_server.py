@@ -1,8 +1,10 @@
-"""The port of figures: who may ask, and for how long."""
+"""The port of figures: who may ask, and how many at a time."""
 
 import socket
+import threading
 import urllib.error
 import urllib.request
+from contextlib import ExitStack
 
 import pytest
 from prometheus_client.core import GaugeMetricFamily
@@ -38,6 +40,18 @@ def test_a_port_for_other_hosts_is_asked_by_any_name():
     with server.serving(One(), "0.0.0.0", 0) as url:
         port = url.rpartition(":")[2].partition("/")[0]
         assert answer(f"http://127.0.0.1:{port}/", Host="trainer-0.jobs.svc:9464")[0] == 200
+
+
+@pytest.mark.long
+def test_connections_that_send_nothing_take_a_few_threads_and_no_scrape():
+    before = threading.active_count()
+    with server.serving(One(), "127.0.0.1", 0) as url, ExitStack() as stack:
+        port = int(url.rpartition(":")[2].partition("/")[0])
+        for _ in range(10 * server.CONNECTIONS_MAX):
+            half_open = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            half_open.sendall(b"GET /metrics")
+        assert answer(url)[0] == 200
+        assert threading.active_count() - before <= 3 * server.CONNECTIONS_MAX
 
 
 def test_a_connection_that_stays_silent_is_closed(monkeypatch):

@@ -3,17 +3,18 @@
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
-from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from torch_ros.arguments import host_and_port, is_loopback
 from torch_ros.errors import UsageError
 
+CONNECTIONS_MAX = 16  # a thread each; Prometheus keeps one or two
 SILENT_S = 5.0  # after which a connection on which nothing comes is closed
 NOT_OURS = b"these figures are for this host: ask for them by localhost or 127.0.0.1\n"
 
@@ -27,7 +28,31 @@ class _Handler(WSGIRequestHandler):
         """Scrapes are not worth a line."""
 
 
-class _Server6(ThreadingWSGIServer):
+class _Server(ThreadingMixIn, WSGIServer):
+    """So many connections at a time: the oldest gives its place to a new one."""
+
+    daemon_threads = True
+
+    def __init__(self, *given: Any) -> None:
+        self._lock, self._there = threading.Lock(), dict[socket.socket, None]()
+        super().__init__(*given)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            if len(self._there) >= CONNECTIONS_MAX:
+                self._there.pop(oldest := next(iter(self._there)))
+                with suppress(OSError):  # it has gone by itself
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread ends, and closes it
+            self._there[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._there.pop(request, None)
+        super().shutdown_request(request)
+
+
+class _Server6(_Server):
     address_family = socket.AF_INET6
 
 
@@ -58,7 +83,7 @@ def start(collector: Collector, host: str, port: int) -> tuple[WSGIServer, threa
     registry.register(collector)
     page: Page = make_wsgi_app(registry)
     page = _guarded(page) if is_loopback(host) else page
-    kind = _Server6 if ":" in host else ThreadingWSGIServer
+    kind = _Server6 if ":" in host else _Server
     try:
         server = make_server(host, port, page, kind, _Handler)
     except (OSError, OverflowError) as error:  # a rank's port may be above the highest
