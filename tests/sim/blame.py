@@ -244,7 +244,7 @@ def store_away(scene: Blamed) -> Question:
     trainer(scene)
     followers(scene)
     scene.start("r", lambda me: calmly(me, quickly), size=scene.ranks())
-    scene.at(scene.now_s + scene.dice.random(), partial(scene._store_away, FOR_EVER_S))
+    scene.at(scene.now_s + scene.dice.random(), partial(scene.store_away, FOR_EVER_S))
     return Question("r", lambda _: False)  # etcd itself is named, or nothing
 
 
@@ -261,7 +261,7 @@ def wrong_model(scene: Blamed) -> Question:
         scene.start(f"r{number}", lambda me: calmly(me, quickly), size=scene.ranks())
 
     def is_right(found: Why) -> bool:
-        models = {parse_model(key) for key in scene.store._entries} - {"m"}
+        models = {parse_model(key) for key in scene.store.entries} - {"m"}
         return found.kind == "version" and get_close_matches("m", sorted(models), 1) == [other]
 
     return Question("r0", is_right)

@@ -115,7 +115,7 @@ class Checks:
 
     def seated(self, process: Process) -> None:
         """Look over the shoulder of its calls, and of what it reads from."""
-        group = process.handle._shard.group
+        group = process.shard.group
         # A second start of the name may have got the seat before the first one sat down.
         self.starts[group.seat.inst] = process.start
         make = group.make
@@ -144,7 +144,7 @@ class Checks:
             return result
 
         def spied_fetch(call, fetch, sources, known, tried):
-            own = self.world.store._entries.get(call.seat.holding(call.ref))
+            own = self.world.store.entries.get(call.seat.holding(call.ref))
             born = own.create_rev if own else 0
             if len(sources) > 1:
                 self.world.saw("attached to several")
@@ -225,7 +225,7 @@ class Checks:
     @told_at_once
     def _crosses(self, process: Process, call, source, tried) -> None:
         """I13: who reads from afar has tried every near source that it could have chosen."""
-        seat, ref, there = call.seat, call.ref, self.world.store._entries
+        seat, ref, there = call.seat, call.ref, self.world.store.entries
         own = there.get(seat.holding(ref))
         if own is None or source.datacenter == seat.datacenter:
             return
@@ -270,7 +270,7 @@ class Checks:
 
     def _is_born(self, inst: str, born: int) -> bool:
         return any(
-            k.parse_holding(key).inst == inst and self.world.store._entries[key].create_rev == born
+            k.parse_holding(key).inst == inst and self.world.store.entries[key].create_rev == born
             for key in self.holdings
         )
 
@@ -304,13 +304,13 @@ class Checks:
         self.no_record_of(process, stream, "has ended")
 
     def no_record_of(self, process: Process, stream, why: str) -> None:
-        seat = process.handle._shard.group.seat
+        seat = process.shard.group.seat
         mine = f"/{stream._filling._name}/{seat.rank:06d}"
-        left = [key for key in self.world.store._entries if key.endswith(mine)]
+        left = [key for key in self.world.store.entries if key.endswith(mine)]
         demand(not left, f"I12: a stream of {process} {why}, and {left} are there")
 
     def _held_by(self, process: Process) -> VersionRef | None:
-        kept = process.handle._shard.group.ledger.held
+        kept = process.shard.group.ledger.held
         return kept.ref if kept else None
 
     @told_at_once
@@ -319,11 +319,11 @@ class Checks:
         world = self.world
         if process.handle is None or world.now_s < process.unsure_until_s:
             return
-        if process.handle._shard.group.ledger.left_over:
+        if process.shard.group.ledger.left_over:
             return  # the store was away; it is noted, for the next call
-        if process.handle._shard.group.state != "seated":
+        if process.shard.group.state != "seated":
             return  # its records go with the lease, which another thread gives back
-        seat = process.handle._shard.group.seat
+        seat = process.shard.group.seat
         mine = f"/{seat.inst}/{seat.rank:06d}"
         left = [
             key
@@ -334,7 +334,7 @@ class Checks:
 
     @told_at_once
     def took(self, process: Process, task, took_s: float) -> None:
-        wrong = process.handle._shard.observed.tally.corrupt
+        wrong = process.shard.observed.tally.corrupt
         # Where somebody wrote to a base, or a rank cannot tell whether somebody did, all is read.
         is_foreseen = self.world.stray_share or isinstance(process.start.digests, tuple)
         demand(
@@ -357,7 +357,7 @@ class Checks:
         """What it says is there, and how many of its cells that are."""
         if process.handle is None:
             return Word(), 0
-        word = Word.unpack(int(process.handle._shard.mailbox._word[0]))
+        word = process.shard.mailbox.word
         if word.mark == 0 or word.position == 0:
             return word, 0
         ends = process.ends
@@ -383,7 +383,7 @@ class Checks:
         self._compare(process, 0, len(process.cells), "it said so")
         word, _ = self._shown(process)
         if process.handle is not None and word.mark:
-            inst = process.handle._shard.group.seat.inst
+            inst = process.shard.group.seat.inst
             for key, holding in self.holdings.items():
                 if holding.mark == word.mark and k.parse_holding(key).inst == inst:
                     self._compare_with(process, holding, key)
@@ -457,7 +457,7 @@ class Checks:
 
     @told_at_once
     def changed(self, keys: set[str], what: object) -> None:
-        entries = self.world.store._entries
+        entries = self.world.store.entries
         before, groups = dict(self.holdings), dict(self.groups)
         if any(k.parse_holding(key).run != k.OUTSIDE for key in before):
             self.held_s = self.world.now_s
@@ -514,7 +514,7 @@ class Checks:
             return
         group = self.groups[key] = GroupRecord.decode(entry.value, key)
         seen = self.world.keys.seen_of(k.parse_group(key))
-        is_left = group.left is not None and any(each in seen for each in self.world.store._entries)
+        is_left = group.left is not None and any(each in seen for each in self.world.store.entries)
         demand(not is_left, f"{key} is left in good order, and somebody looks for who was there")
         inst = k.instance(k.replica_of(key.rpartition("/")[2]), group.nonce)
         if inst not in self.starts:
@@ -530,7 +530,7 @@ class Checks:
         if entry is None or "+" in inst:  # a copy, or what lingers
             return
         at = self.world.keys.seen_at(k.replica_of(inst), rank)
-        seen = self.world.store._entries.get(at)
+        seen = self.world.store.entries.get(at)
         pid = ShardRecord.decode(entry.value, key).pid
         is_seen = seen is not None and SeenRecord.decode(seen.value, at).pid == pid
         demand(is_seen and not seen.lease_id, f"{key} is there, and {at} does not say whose")
@@ -551,11 +551,11 @@ class Checks:
             self._used(key, self.truth[new.active.uid])
 
     def _says(self, replica: str) -> bool:
-        entries = self.world.store._entries
+        entries = self.world.store.entries
         return any("/installs/" in key and f"/{replica}@" in key for key in entries)
 
     def _used(self, key: str, content: int) -> None:
-        entries = self.world.store._entries
+        entries = self.world.store.entries
         shards = self.world.keys.shards(k.parse_install(key))
         for shard in (ShardRecord.decode(entries[s].value, s) for s in entries if s in shards):
             each = self.world.process_of(shard)
@@ -566,7 +566,7 @@ class Checks:
     @told_at_once
     def uses(self, process: Process) -> None:
         """I10: before an engine changes, nobody is told that it is as it was."""
-        for key, entry in self.world.store._entries.items():
+        for key, entry in self.world.store.entries.items():
             if "/installs/" in key and f"/{process.start.replica}@" in key:
                 install = Install.decode(entry.value, key)
                 if install.active is not None:
@@ -632,7 +632,7 @@ class Checks:
 
     def _anchored(self, key: str, inst: str, entry) -> None:
         """I3: a group's records live as long as its own record."""
-        group = self.world.store._entries.get(self.world.keys.group(_replica(inst)))
+        group = self.world.store.entries.get(self.world.keys.group(_replica(inst)))
         if group is None or not self._is_seated(inst):
             return
         demand(
@@ -922,7 +922,7 @@ class Checks:
             # Whoever would have noticed may have died too.
             last_s = max(peer.died_s or 0.0 for peer in process.start.processes)
             since_s = max(last_s, self.world.leases_renewed_s) + TTL_S + SETTLED_S
-            inst = process.handle._shard.group.seat.inst
+            inst = process.shard.group.seat.inst
             insts = {key: k.parse_holding(key).inst for key in self.holdings}
             left = [key for key, other in insts.items() if k.owner_of(other) == inst]
             is_late = self.world.now_s > since_s and left
@@ -935,7 +935,7 @@ class Checks:
             if not start.is_intact or len(processes) < start.size:
                 continue
             refs = {self._held_by(process) for process in processes}
-            groups = [process.handle._shard.group for process in processes]
+            groups = [process.shard.group for process in processes]
             if any(
                 group.state != "seated" or group.ledger.unfinished or group.ledger.pending
                 for group in groups
@@ -945,7 +945,7 @@ class Checks:
                 continue
             (ref,) = refs
             key = groups[0].seat.holding(ref)
-            record = self.world.store._entries.get(self.world.keys.version(ref.run, ref.version))
+            record = self.world.store.entries.get(self.world.keys.version(ref.run, ref.version))
             if record is not None and f'"{ref.uid}"'.encode() not in record.value:
                 continue  # published anew, by somebody who did not know
             demand(
@@ -958,7 +958,7 @@ class Checks:
             if holding.state != "full" or is_copy or not start.is_intact:
                 continue
             for process in start.processes:
-                group = process.handle._shard.group
+                group = process.shard.group
                 if group.state != "seated" or group.ledger.pending or group.seat.inst != inst:
                     continue
                 word, _ = self._shown(process)
@@ -970,7 +970,7 @@ class Checks:
     def end(self) -> None:
         left = [
             key
-            for key in self.world.store._entries
+            for key in self.world.store.entries
             if key.split("/")[3] not in {"runs", "schema", "versions", "seen"}
         ]
         demand(not left, f"I6: everybody has gone, and this is left: {left}")

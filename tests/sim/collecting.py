@@ -48,7 +48,7 @@ def cleared_meanwhile(scene: Scene) -> None:
         scene.until("over")
 
     def collect(me: Process) -> None:
-        kv = me.handle._shard.group.kv
+        kv = me.shard.group.kv
         scene.until("nobody holds 1")
         scene.hold("clears", me, deletes("versions"), lambda: "completes" in scene.reached)
         while not {"read", "4"} <= scene.reached:
@@ -57,7 +57,7 @@ def cleared_meanwhile(scene: Scene) -> None:
             except Contention:  # the others are quick: it looks again
                 continue
             for run, version in _held(scene):
-                is_there = scene.keys.version(run, version) in scene.store._entries
+                is_there = scene.keys.version(run, version) in scene.store.entries
                 demand(is_there, f"I4: version {version} is held, and its record was cleared")
             scene.reach("cleared")
             scene.sleep(scene.random())
@@ -72,7 +72,7 @@ def cleared_meanwhile(scene: Scene) -> None:
 
 def _held(scene: Scene) -> set[tuple[str, int]]:
     """The runs and numbers that somebody holds, by the records."""
-    found = (k.parse_holding(key) for key in scene.store._entries if "/holdings/" in key)
+    found = (k.parse_holding(key) for key in scene.store.entries if "/holdings/" in key)
     return {(each.run, each.version) for each in found}
 
 

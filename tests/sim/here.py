@@ -50,7 +50,7 @@ def kept_here(scene: Scene) -> None:
         _stay(me, "t has 2")
         _update(me, SLOW_S)
         scene.reach("r has 2")
-        scene.when(lambda: not me.handle._shard.copies, "the copy released", 5.0)
+        scene.when(lambda: not me.shard.copies, "the copy released", 5.0)
         demand(not _copies(scene), f"I4: {_copies(scene)} are offered still")
         scene.until("r1 has 1")
 

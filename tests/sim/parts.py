@@ -59,7 +59,7 @@ def struck_between(scene: Scene) -> None:
 
     def update(me: Process) -> None:
         _begin(me)
-        shard, began_s = me.handle._shard, scene.now_s
+        shard, began_s = me.shard, scene.now_s
         give_up = shard.unpublish
 
         def struck(*args, **options) -> None:
@@ -91,7 +91,7 @@ def struck_at_the_end(scene: Scene) -> None:
 
     def update(me: Process) -> None:
         _begin(me)
-        shard = me.handle._shard
+        shard = me.shard
         is_new = me.handle.update("latest", timeout_s=LONG_S)
         demand(is_new, f"I3: {me} has no news")
         if me.rank == scene.seed % 2:  # as if it came before its update returned

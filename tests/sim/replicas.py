@@ -155,6 +155,10 @@ class Process:
         self.reads_from: list[tuple] = []
         self._make_memory()
 
+    @property
+    def shard(self):
+        return self.handle._shard
+
     def _make_memory(self) -> None:
         pieces, index = [], []
         for number, (fqn, shape) in enumerate(self.world.shapes):
@@ -231,7 +235,7 @@ class Process:
         self.gave_up = self.gave_up or not self.world.is_calm
         if self.handle is not None:
             self._close()
-            assert not self.handle._shard.copies or self._has_keepers, "copies are left after close"
+            assert not self.shard.copies or self._has_keepers, "copies are left after close"
             self.cells[:] = -self.world.number()
         self.is_gone = True
         self.reads_from = []
@@ -292,7 +296,7 @@ class Process:
         world.saw("opened")
         world.checks.seated(self)
         if not start.loads:
-            self.handle._shard.tensors.show(LocalState(self.tensors, {}, {}))
+            self.shard.tensors.show(LocalState(self.tensors, {}, {}))
         if start.script is not None:
             start.script(self)
             return
@@ -348,7 +352,7 @@ class Process:
     @property
     def ahead(self):
         """Its forerunner, if it has one."""
-        return self.handle and getattr(self.handle._shard.policy, "forerunner", None)
+        return self.handle and getattr(self.shard.policy, "forerunner", None)
 
     # Calls
 
@@ -360,7 +364,7 @@ class Process:
             self.handle.unpublish(timeout_s=task.timeout_s)  # before it trains
         if self.handle.version is None:
             self.fill(task.content)
-        elif self.start.loads or self.handle._shard.group.ledger.unfinished:
+        elif self.start.loads or self.shard.group.ledger.unfinished:
             return  # it would publish the old content again
         if self.start.loads:
             is_offered = self.handle.checkpoints.save(
@@ -630,12 +634,10 @@ class Process:
             return
         world.meet("nobody retains", self)
         until_s = world.now_s + 2 * TTL_S + self.start.drain_s + 30
-        while self.handle._shard.copies and world.now_s < until_s:
+        while self.shard.copies and world.now_s < until_s:
             world.sleep(4.0)
-        left = self.handle._shard.copies and self.start.is_intact
-        assert not left, (
-            f"I6: {self} keeps {len(self.handle._shard.copies)} copies that nobody retains"
-        )
+        left = self.shard.copies and self.start.is_intact
+        assert not left, f"I6: {self} keeps {len(self.shard.copies)} copies that nobody retains"
 
     def _await_release(self) -> None:
         """A copy that was fetched is let go of when a replica has the version."""

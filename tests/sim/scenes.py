@@ -49,7 +49,6 @@ from torch_ros.shard.beginnings import PATIENCE_S, Beginning
 from torch_ros.shard.checkpoint import SaveRequest
 from torch_ros.store.txn import Commit, Delete, Put, Read, Watch, whole
 from torch_ros.transfer import peers
-from torch_ros.transfer.card import Word
 from torch_ros.transfer.registered import LocalState
 from torch_ros.transfer.writes import Write
 
@@ -192,7 +191,7 @@ class Scene(World):
 
     def end_lease(self, process: Process) -> None:
         self.tell(process, "loses its lease")
-        self.store.expire(process.handle._shard.group.seat.lease_id)
+        self.store.expire(process.shard.group.seat.lease_id)
         self.store_changed("a lease ends")
 
     def request_fault(self, connection) -> str:
@@ -240,7 +239,7 @@ class Scene(World):
     def store_changed(self, what: object) -> None:
         if any("/readers/" in key for key in self.store.fresh):
             claims: dict[str, set] = {}
-            for key in self.store._entries:
+            for key in self.store.entries:
                 if "/readers/" in key:
                     source, reader, _ = k.parse_reader(key)
                     claims.setdefault(source, set()).add(reader)
@@ -342,7 +341,7 @@ def digests_of_the_next(scene: Scene) -> None:
         scene.until("r1 has 1")
         with suppress(CorruptWeights):
             replicate(me, 1)  # from t, which is near, and then from r1
-        demand(not me.handle._shard.observed.tally.corrupt, f"I6: {me} has seen wrong digests")
+        demand(not me.shard.observed.tally.corrupt, f"I6: {me} has seen wrong digests")
         scene.reach("r2 has 1")
 
     ask = peers.Peers._ask
@@ -417,11 +416,11 @@ def earlier_readers(scene: Scene) -> None:
     def train(me: Process) -> None:
         publish(me, 1)
         _await_reader(me)
-        seat = me.handle._shard.group.seat
+        seat = me.shard.group.seat
         if me.rank == 0:
             scene.store.expire(seat.lease_id)
             scene.store_changed("a lease ends")
-        while me.handle._shard.group.seat is seat or me.handle._shard.group.state != "seated":
+        while me.shard.group.seat is seat or me.shard.group.state != "seated":
             scene.sleep(0.1)
         unpublish(me)
 
@@ -653,8 +652,8 @@ def comes_back(scene: Scene) -> None:
     def train(me: Process) -> None:
         publish(me, 1)
         scene.reach("lost")
-        group = me.handle._shard.group
-        scene._cut(me, 4 * TTL_S)
+        group = me.shard.group
+        scene.cut(me, 4 * TTL_S)
         scene.store.expire(group.seat.lease_id)
         scene.store_changed("a lease ends")
         scene.sleep(4 * TTL_S)
@@ -691,7 +690,7 @@ def last_reply(scene: Scene) -> None:
 
     def train(me: Process) -> None:
         if me.rank == 1:
-            is_ready = lambda: any("/ready/" in key for key in scene.store._entries)
+            is_ready = lambda: any("/ready/" in key for key in scene.store.entries)
             scene.when(is_ready, "ready")
             scene.losses[me] = puts("/ready/"), "lose reply"
         with never(DeadlineExceeded, "I6: all are ready, and nobody ends the call"):
@@ -768,7 +767,7 @@ def ready_before(scene: Scene) -> None:
     def read(me: Process) -> None:
         if me.rank == 0:
             scene.failing[me] = 1000
-            stops = lambda: scene._suspend(me.start.processes[1], 4.0)  # before it withdraws
+            stops = lambda: scene.suspend(me.start.processes[1], 4.0)  # before it withdraws
             scene.hold("fails", me, deletes("/holdings/"), lambda: True, meanwhile=stops)
         try:
             replicate(me)
@@ -862,9 +861,7 @@ def many(scene: Scene) -> None:
 def alone_no_more(scene: Scene) -> None:
     """I8: who takes several idle sources leaves them to those who have come meanwhile."""
     trainers, others = tuple("tuvw"), tuple(f"r{number}" for number in range(1, 7))
-    seen = lambda part, name: any(
-        part in key and f"/{name}@" in key for key in scene.store._entries
-    )
+    seen = lambda part, name: any(part in key and f"/{name}@" in key for key in scene.store.entries)
 
     def first(me: Process) -> None:
         scene.until(*trainers)
@@ -918,7 +915,7 @@ def freed_meanwhile(scene: Scene) -> None:
         scene.until("finishes")
         has_another = lambda: any(
             k.replica_of(k.parse_reader(key)[1]) == "r2"
-            for key in scene.store._entries
+            for key in scene.store.entries
             if "/readers/" in key
         )
         scene.hold("claims", me, puts("/readers/"), lambda: has_another() or "r2" in scene.reached)
@@ -948,7 +945,7 @@ def claimed_meanwhile(scene: Scene) -> None:
 
     def train(me: Process) -> None:
         publish(me, 1)
-        is_read = lambda: any("/readers/" in key for key in scene.store._entries)
+        is_read = lambda: any("/readers/" in key for key in scene.store.entries)
         scene.hold("unpublishes", me, deletes("/holdings/"), is_read)
         unpublish(me)
 
@@ -973,7 +970,7 @@ def last_offer(scene: Scene) -> None:
 
     def read(me: Process) -> None:
         if me.rank == 1:  # the last to be ready; so it sees who else offers the version
-            both_read = lambda: any("/ready/" in key for key in scene.store._entries)
+            both_read = lambda: any("/ready/" in key for key in scene.store.entries)
             sees = lambda: both_read() and has_turn("sees")
             scene.hold("has read", me, puts("/ready/"), sees)
             scene.hold("sees", me, makes_full, lambda: has_turn("completes"))
@@ -1029,7 +1026,7 @@ def comes_late(scene: Scene) -> None:
         demand(scene.now_s >= came_s, f"{me} is open, and a rank has not come")
 
     scene.start("t", train)
-    scene._suspend(scene.processes[1], 5.0)
+    scene.suspend(scene.processes[1], 5.0)
     scene.play()
 
 
@@ -1265,7 +1262,7 @@ def served_meanwhile(scene: Scene) -> None:
         publish(me, 1)
         scene.until("read")
         unpublish(me)
-        there = scene.store._entries
+        there = scene.store.entries
         scene.hold("decides", me, puts("/versions/"), lambda: any(map(_is_of_r, there)))
         try:
             publish(me, 1, 8)
@@ -1414,7 +1411,7 @@ def streamed_after_a_lost_reply(scene: Scene) -> None:
     def train(me: Process) -> None:
         publish(me, 1)
         scene.reach("has 1")
-        scene.when(lambda: any("/readers/" in key for key in scene.store._entries), "a reader")
+        scene.when(lambda: any("/readers/" in key for key in scene.store.entries), "a reader")
         unpublish(me)  # and leaves it behind
         publish(me, 1, 8)
         scene.until("done")
@@ -1500,9 +1497,9 @@ def _anchor_and_other(me: Process) -> tuple[Process, Process]:
     """The two processes of a replica, once both have their seats."""
     world, both = me.world, me.start.processes
     world.when(lambda: all(peer.handle is not None for peer in both), "the peer's handle")
-    anchor = world.store._entries[me.handle._shard.group.seat.group].lease_id
+    anchor = world.store.entries[me.shard.group.seat.group].lease_id
     first, second = both
-    return (first, second) if first.handle._shard.group.seat.lease_id == anchor else (second, first)
+    return (first, second) if first.shard.group.seat.lease_id == anchor else (second, first)
 
 
 def copied_meanwhile(scene: Scene) -> None:
@@ -1602,7 +1599,7 @@ def other_version(scene: Scene) -> None:
         _await_reader(me)
         scene.sleep(5.5 * 0.5)  # three to reach the source; two for the first batches, of many
         [reader] = scene.start_named("r").processes
-        scene._cut(reader, 2 * TTL_S)
+        scene.cut(reader, 2 * TTL_S)
         scene.end_lease(reader)
         unpublish(me)
         publish(me, 2, content=8)
@@ -1669,7 +1666,7 @@ def took_back(scene: Scene) -> None:
     def read(me: Process) -> None:
         replicate(me)
         meet(me)
-        scene._cut(me, 3 * TTL_S)
+        scene.cut(me, 3 * TTL_S)
         over_s = scene.now_s + 3 * TTL_S
         try:  # one is told that etcd is away; the other has lost its seat by then
             unpublish(me, timeout_s=2 * TTL_S if me.rank == 0 else 3.0)
@@ -1716,17 +1713,17 @@ def trains_on(
             publish(me, step // 2, 100 + step, store_wait_s=0)
             waited_s[me.rank] += scene.now_s - began_s
             demand(me.handle.version == step // 2, "it returned, and nothing is held")
-            marks[me.rank].append(Word.unpack(int(me.handle._shard.mailbox._word[0])).mark)
+            marks[me.rank].append(me.shard.mailbox.word.mark)
             scene.sleep(pause_s)
             if step == 3 and me.rank == 0:
                 for process in me.start.processes:
                     if process.rank in cut_off and kind:
                         scene.refusals[process] = Refusal(kind, scene.now_s + away_s)
                     elif process.rank in cut_off:
-                        scene._cut(process, away_s)
+                        scene.cut(process, away_s)
         demand(waited_s[me.rank] < 4 * TTL_S, f"I6: a trainer waits for etcd: {waited_s}")
         demand(len({*marks[me.rank]}) == steps, "I1: one mark for two contents")
-        demand(me.handle._shard.group.state == "seated", "I6: it does not come back")
+        demand(me.shard.group.state == "seated", "I6: it does not come back")
         scene.until("read")
 
     def read(me: Process) -> None:
@@ -1752,7 +1749,7 @@ def held_when_back(scene: Scene) -> None:
     def train(me: Process) -> None:
         publish(me, 1, 11)
         meet(me, "holds 1")
-        scene._cut(me, 3 * TTL_S)
+        scene.cut(me, 3 * TTL_S)
         unpublish(me)
         demand(not publish(me, 2, 12, store_wait_s=0), "I6: etcd is away, and offers it")
         scene.until("read")
@@ -1775,14 +1772,14 @@ def does_not_wait(scene: Scene) -> None:
         publish(me, 1, 11)
         meet(me, "holds 1")
         if me.rank == 0:
-            scene._cut(me, 3 * TTL_S)
+            scene.cut(me, 3 * TTL_S)
             unpublish(me)
             demand(not publish(me, 2, 12, store_wait_s=0), "I6: etcd is away, and offers it")
             scene.reach("does not wait")
         else:
             scene.until("does not wait")
             unpublish(me)
-            scene.when(lambda: me.handle._shard.group.state == "seated", "its seat")
+            scene.when(lambda: me.shard.group.state == "seated", "its seat")
             with never(DeadlineExceeded, "I6: a rank that has published is waited for"):
                 publish(me, 2, 12, timeout_s=5)
         scene.until("read")
@@ -1805,12 +1802,12 @@ def given_up_before(scene: Scene) -> None:
         unpublish(me)
         meet(me, "holds nothing")
         if me.rank == 0:
-            scene._cut(me, 1.5 * TTL_S)
+            scene.cut(me, 1.5 * TTL_S)
             with suppress(DeadlineExceeded, StoreUnavailable):  # and cannot tell its peer
                 publish(me, 2, 12, timeout_s=1)
                 raise Broken("I6: etcd is away, and offers it")
             demand(not publish(me, 3, 13, store_wait_s=0), "I6: etcd is away, and offers it")
-            scene.when(lambda: me.handle._shard.group.state == "seated", "its seat")
+            scene.when(lambda: me.shard.group.state == "seated", "its seat")
         else:
             began_s = scene.now_s
             with suppress(CallAborted):
@@ -1840,16 +1837,16 @@ def came_to_nothing(scene: Scene) -> None:
         publish(me, 1, 11)
         scene.reach(str(me))
         scene.until(*both)
-        scene._cut(me, 3 * TTL_S)
+        scene.cut(me, 3 * TTL_S)
         unpublish(me)
         demand(not publish(me, 2, 12, store_wait_s=0), "I6: etcd is away, and offers it")
         scene.reach(f"{me} holds 2")
-        scene.when(lambda: me.handle._shard.group.state == "seated", "its seat")
+        scene.when(lambda: me.shard.group.state == "seated", "its seat")
         scene.reach(f"{me} is back")
         scene.until(*(f"{each} is back" for each in both))
         if me.rank == 1:
             scene.until("knows")
-            scene._cut(me, 3 * TTL_S)
+            scene.cut(me, 3 * TTL_S)
         unpublish(me)
         scene.reach("knows")
         publish(me, 4, 14, store_wait_s=0)
@@ -1878,14 +1875,14 @@ def retained_meanwhile(scene: Scene) -> None:
         unpublish(me)  # it sees what others retain
         publish(me, 2, 12)
         meet(me, "holds 2")
-        scene.when(lambda: not me.handle._shard.copies, "the copy of version 1 released")
+        scene.when(lambda: not me.shard.copies, "the copy of version 1 released")
         meet(me, "lets go of 1")
-        scene._cut(me, 3 * TTL_S)
+        scene.cut(me, 3 * TTL_S)
         unpublish(me)
         for step in range(3):
             publish(me, 3, 13 + step, store_wait_s=0)
             unpublish(me)
-        copies = len(me.handle._shard.copies)
+        copies = len(me.shard.copies)
         demand(copies == 1, f"I4: {copies} copies of an outage")
         scene.until("read")
 
@@ -1909,7 +1906,7 @@ def late_answer(scene: Scene) -> None:
 
         def lost() -> None:
             """Nobody knows the end yet, but for who waits for this reply."""
-            scene._suspend(other if me is anchor else anchor, 3.0)
+            scene.suspend(other if me is anchor else anchor, 3.0)
             scene.end_lease(anchor)
 
         def is_back() -> bool:
@@ -1960,7 +1957,7 @@ def half_dead(scene: Scene) -> None:
         scene.until("r.2/0", "r.2/1")
 
     def dies(anchor: Process, victim: Process) -> None:
-        scene._suspend(anchor, 5.0)
+        scene.suspend(anchor, 5.0)
         scene.kill_process(victim)
         scene.end_lease(victim)
         scene.reach("dead")
@@ -2005,7 +2002,7 @@ def moved(scene: Scene) -> None:
         before = me.memory
         me._make_memory()
         demand(before.data_ptr() != me.memory.data_ptr(), "they have not moved")
-        me.handle._shard.tensors.show(LocalState(me.tensors, {}, {}))
+        me.shard.tensors.show(LocalState(me.tensors, {}, {}))
         publish(me, 2, 8)
         scene.until("r.1/0 has 2", "r.1/1 has 2")
 
@@ -2028,20 +2025,20 @@ def withdrawn(scene: Scene) -> None:
     def train(me: Process) -> None:
         publish(me, 1)
         scene.until("r.1 has 1")
-        held = me.handle._shard.held
-        me.handle._shard.tensors.written = lambda: Write("w0", 1, is_certain=True)
+        held = me.shard.held
+        me.shard.tensors.written = lambda: Write("w0", 1, is_certain=True)
         try:
             me.handle.unpublish()
         except ContractBroken:
             me.scribble_if_free()
         else:
             raise Broken("a write to what was published is not told")
-        del me.handle._shard.tensors.written
+        del me.shard.tensors.written
         demand(me.handle.version is None, "I2: it raised, and a version is held")
         scene.reach("withdrawn")
         scene.until("n has none")
         publish(me, 2, 8)
-        demand(me.handle._shard.held.uid != held.uid, "I1: another content has its uid")
+        demand(me.shard.held.uid != held.uid, "I1: another content has its uid")
         scene.until("r.1 has 2", "n.2 has 2")
 
     def read(me: Process) -> None:
@@ -2173,7 +2170,7 @@ def _register(me: Process, sharding: str) -> None:
     me.start.sharding = sharding
     me._make_memory()
     me.handle.unregister()
-    me.handle._shard.tensors.show(LocalState(me.tensors, {}, {}))
+    me.shard.tensors.show(LocalState(me.tensors, {}, {}))
 
 
 def _lacks(me: Process, call: Callable[[], object]) -> None:
@@ -2252,13 +2249,13 @@ def a_part_unseen(scene: Scene) -> None:
         meet(me, "begins")
         _register(me, "gap")
         if me.rank in who:
-            scene._cut(me, 3 * TTL_S)
+            scene.cut(me, 3 * TTL_S)
             publish(me, 2, 8, store_wait_s=0)
             scene.reach("published")
             scene.sleep(5 * TTL_S)
         else:
             scene.until("published")
-            scene.when(lambda: me.handle._shard.group.state != "seated", "its seat is lost")
+            scene.when(lambda: me.shard.group.state != "seated", "its seat is lost")
             _lacks(me, lambda: publish(me, 2, 8))
 
     is_known = scene.random() < 0.7
@@ -2281,7 +2278,7 @@ def a_part_is_copied(scene: Scene) -> None:
 
     start = scene.start("t", train, sharding="gap", retain=("latest",))
     for process in start.processes:
-        cut = partial(scene._cut, process, 2 * TTL_S)
+        cut = partial(scene.cut, process, 2 * TTL_S)
         scene.hold("ready", process, puts("/ready/"), lambda: True, meanwhile=cut, is_reply=True)
     scene.play()
 
@@ -2398,7 +2395,7 @@ def unpublished_meanwhile(scene: Scene) -> None:
         scene.checks.returned(me, 6)
         scene.reach(f"{me} has 6")
         scene.until("read")
-        scene.when(lambda: not me.handle._shard.copies, "the copy released", 60.0)
+        scene.when(lambda: not me.shard.copies, "the copy released", 60.0)
 
     def read(me: Process) -> None:
         scene.until("t.1/0 has 6", "t.1/1 has 6")
@@ -2434,7 +2431,7 @@ def failed_before(scene: Scene) -> None:
             scene.until("t.0/0 is in step", "t.0/1 is in step", "read")
             save(me, 7, 15, timeout_s=20)
         scene.checks.returned(me, 7)
-        done.append(me.handle._shard.group.ledger.calls_made)
+        done.append(me.shard.group.ledger.calls_made)
         meet(me, "is done")
         demand(len({*done}) == 1, f"I3: its ranks have made {done} calls")
 

@@ -180,7 +180,7 @@ def suspected(scene: Scene) -> None:
         scene.reach("t")
         scene.until("r")
         seed = scene.start_named("r").processes[0].handle._shard.group.seat.inst
-        seat = me.handle._shard.group.seat
+        seat = me.shard.group.seat
         key = scene.keys.suspect(seed, seat.inst)
         scene.store.commit(Txn(ops=(Put(key, Suspect("").encode(), seat.lease_id),)))
         scene.store_changed("a suspicion")

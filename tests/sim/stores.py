@@ -19,6 +19,10 @@ class Store(Space):
         self._world = world
         self.fresh: set[str] = set()  # keys that changed, since somebody looked
 
+    @property
+    def entries(self):
+        return self._entries
+
     def _note(self, key: str, rev: int) -> None:
         super()._note(key, rev)
         self.fresh.add(key)

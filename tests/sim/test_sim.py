@@ -92,7 +92,7 @@ def test_a_fleet_is_what_readers_are_given_at_every_moment(seeds, monkeypatch):
     def look(self, keys, what):
         changed(self, keys, what)
         world = self.world
-        there = View(world.store.rev, dict(world.store._entries))
+        there = View(world.store.rev, dict(world.store.entries))
         for view in moments(there, world.keys):
             fleet = assert_told_as_given(view, world.keys)
             counted.update((each.state, each.is_offered) for each in fleet.held)

@@ -551,9 +551,9 @@ class World(Scheduler):
         if self._strikes("kill", 0.04):
             self._kill_one(rng.choice(alive))
         if self._strikes("suspend", 0.05):
-            self._suspend(rng.choice(alive), rng.choice([0.5, 1, 4, 9, 12, 25]))
+            self.suspend(rng.choice(alive), rng.choice([0.5, 1, 4, 9, 12, 25]))
         if self._strikes("cut", 0.05):
-            self._cut(rng.choice(alive), rng.choice([1, 4, 9, 12, 25]))
+            self.cut(rng.choice(alive), rng.choice([1, 4, 9, 12, 25]))
         if self._strikes("unlink", 0.04):
             victim, away_s = rng.choice(alive), rng.choice([0.1, 1, 4, 12])
             victim.unlinked_until_s = self.now_s + away_s
@@ -571,23 +571,23 @@ class World(Scheduler):
             self.tell("the store", "restarts")
             self.store.restart()
             self.leases_renewed_s = self.now_s
-            self._store_away(rng.choice([0.1, 1, 4]))
+            self.store_away(rng.choice([0.1, 1, 4]))
         if self._strikes("store away", 0.03):
-            self._store_away(rng.choice([1, 4, 9, 12, 25]))
+            self.store_away(rng.choice([1, 4, 9, 12, 25]))
 
-    def _suspend(self, victim: Process, pause_s: float) -> None:
+    def suspend(self, victim: Process, pause_s: float) -> None:
         self.tell(victim, f"is suspended for {pause_s} s")
         victim.suspended_until_s = self.now_s + pause_s
         victim.hindered_s += pause_s
         self.at(victim.suspended_until_s + RELEASE_S, self.release, victim)
 
-    def _cut(self, victim: Process, cut_s: float) -> None:
+    def cut(self, victim: Process, cut_s: float) -> None:
         self.tell(victim, f"is cut off from the store for {cut_s} s")
         victim.cut_until_s = self.now_s + cut_s
         victim.hindered_s += cut_s
         self.at(victim.cut_until_s + 1e-6, self._reconnected)
 
-    def _store_away(self, away_s: float) -> None:
+    def store_away(self, away_s: float) -> None:
         self.tell("the store", f"is away for {away_s} s")
         self.down_until_s = max(self.down_until_s, self.now_s + away_s)
         for process in self.processes:
@@ -615,7 +615,7 @@ class World(Scheduler):
             self.tell(victim, "loses its lease")
             victim.hindered_s += TTL_S
             ahead = victim.forerunner
-            of = ahead if ahead is not None and self.random() < 0.5 else victim.handle._shard
+            of = ahead if ahead is not None and self.random() < 0.5 else victim.shard
             self.store.expire(of.group.session.lease_id)
             self.store_changed("a lease ends")
 
@@ -623,7 +623,7 @@ class World(Scheduler):
         """Its lease may have had little left, and its neighbour may be slow to notice."""
         peers = [p for p in victim.start.processes if p is not victim and not p.is_gone]
         if peers and self.random() < 0.3:
-            self._suspend(self.rng.choice(peers), self.rng.choice([1, 8]))
+            self.suspend(self.rng.choice(peers), self.rng.choice([1, 8]))
         self.kill_process(victim)
         if victim.handle is not None and self.random() < 0.5:
             self._expire(victim)

@@ -80,7 +80,7 @@ class Publisher:
         buffer.numpy()[:] = me.expected(me.world.contents[version])
         state = LocalState(self._tensors(buffer), {}, {}, pools=[self.ring])
         me.handle.checkpoints.save(SaveRequest(version, state, timeout_s=100))
-        shard = me.handle._shard
+        shard = me.shard
         self.uids[version] = shard.held.uid
         self.chunks[version] = [chunk.clone() for chunk in shard.tensors.registered.memory]
         for base in (version - 1,) if bases is None else bases:
@@ -93,7 +93,7 @@ class Publisher:
         """Write the table, and say where it is."""
         table = DeltaTable(tuple(self.entries), coming)
         self.ring.numpy()[:TABLE_BYTES] = np.frombuffer(table.encode(), np.uint8)
-        mailbox = self.me.handle._shard.mailbox
+        mailbox = self.me.shard.mailbox
         where = self.ring.data_ptr()
         mailbox._post(msgspec.structs.replace(mailbox.manifest, more={NAME: where}))
 
@@ -102,7 +102,7 @@ class Publisher:
         found = [Delta.of(*pair) for pair in pairs]
         rows = np.array([len(each.index) for each in found])
         widths = np.array([each.gaps.itemsize for each in found])
-        layout = self.me.handle._shard.tensors.registered.layout
+        layout = self.me.shard.tensors.registered.layout
         index = np.concatenate([each.index for each in found])
         head, ring, begin = DeltaHead.of(layout, index, rows, widths), self.ring.numpy(), self._end
         for each, *places in zip(found, head.gaps, head.values, strict=True):
@@ -135,7 +135,7 @@ def played(scene: Scene) -> None:
 
 
 def corrupt(me: Process) -> int:
-    return me.handle._shard.observed.tally.corrupt
+    return me.shard.observed.tally.corrupt
 
 
 def holds(me: Process, version: int) -> None:

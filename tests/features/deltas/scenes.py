@@ -83,7 +83,7 @@ def rewritten(scene: Scene) -> None:
         if me.handle.version is None and me not in late:
             late.append(me)
             scene.slow_s[me] = 6.0  # they land while it stands still
-            scene.at(scene.now_s + 0.2, partial(scene._suspend, me, 8.0))
+            scene.at(scene.now_s + 0.2, partial(scene.suspend, me, 8.0))
 
     train(scene, script, drain_s=2.0)
     scene.start("r", read, size=1, digests="full")
@@ -154,7 +154,7 @@ def late_end(scene: Scene, *, fails: bool = False) -> None:
         if me.rank == 0:
             waits = partial(awaits_end, me)
             goes_on = lambda: fails or "r2.2/0 has 2" in scene.reached
-            cut_off = lambda: fails and scene._cut(me, 9.0)
+            cut_off = lambda: fails and scene.cut(me, 9.0)
             scene.hold("late", me, waits, goes_on, meanwhile=cut_off)
         else:  # the last one knows the end at once
             comes = lambda what: puts("/ready/")(what) and has_applied(me)
@@ -165,7 +165,7 @@ def late_end(scene: Scene, *, fails: bool = False) -> None:
             scene.until("r2.2/0 has 2")
         me.handle.update(timeout_s=100)
         holds(me, 2)
-        word = me.handle._shard.mailbox.word
+        word = me.shard.mailbox.word
         demand(word.position == ALL_BLOCKS, f"I6: {me} holds 2, and shows {word}")
         scene.reach(f"{me} has 2")
         scene.until("r2.2/0 has 2", *has(scene, "r", 2))
@@ -198,7 +198,7 @@ def awaits_end(me: Process, what: object) -> bool:
 
 def has_applied(me: Process) -> bool:
     """Whether it has applied deltas, in a call whose end it has not learned."""
-    word = me.handle._shard.mailbox.word
+    word = me.shard.mailbox.word
     return word.mark > 0 and word.position == 0
 
 

@@ -49,7 +49,7 @@ def cold_start(scene: Scene) -> None:
     def read(me: Process) -> None:
         scene.until(*(f"{name} is open" for name in names)) if scene.seed % 2 else None
         replicate(me)
-        demand(me.handle._shard.held.run == "bucket", "it is of another run")
+        demand(me.shard.held.run == "bucket", "it is of another run")
         scene.reach(str(me))
         scene.when(lambda: sum("/" in each for each in scene.reached) == everyone, "all have it")
 
@@ -181,7 +181,7 @@ def held_in_between(scene: Scene) -> None:
                 raise
             except TorchRosError:  # it went while it was read
                 scene.sleep(0.1)
-        demand(me.handle._shard.held.run != "bucket", "I16: it has the bucket's")
+        demand(me.shard.held.run != "bucket", "I16: it has the bucket's")
         scene.reach("r has it")
 
     scene.start("t", train, size=1 if comes_and_goes else 2)
@@ -198,13 +198,13 @@ def store_away(scene: Scene) -> None:
     def train(me: Process) -> None:
         publish(me, 1, 11)
         scene.reach("held")
-        scene._cut(me, 3.8 * TTL_S)
+        scene.cut(me, 3.8 * TTL_S)
         scene.until("r has it", limit_s=600)
 
     def read(me: Process) -> None:
         scene.until("held")
         scene.sleep(1.1 * TTL_S)
-        scene.at(scene.now_s + 1.2 * TTL_S, scene._store_away, 1.4 * TTL_S + scene.random())
+        scene.at(scene.now_s + 1.2 * TTL_S, scene.store_away, 1.4 * TTL_S + scene.random())
         replicate(me)
         demand(me.handle.version == 1, f"I16: it has {me.handle.version}")
         scene.reach("r has it")
@@ -222,7 +222,7 @@ def trainer_restarts(scene: Scene) -> None:
     number = 98 if scene.seed % 2 else 99
 
     def train(me: Process) -> None:
-        began_s, seat = scene.now_s, me.handle._shard.group.seat
+        began_s, seat = scene.now_s, me.shard.group.seat
         demand(seat.run == OLD_RUN, f"I16: it publishes in {seat.run}")
         demand(seat.run_number > OLD_NUMBER, f"I16: its run has number {seat.run_number}")
         got = me.handle.replicate("latest", missing_ok=True, timeout_s=100)
@@ -243,14 +243,14 @@ def trainer_restarts(scene: Scene) -> None:
         scene.until("published")
         is_new = me.handle.update(number, timeout_s=100)
         demand(is_new, "I16: it stays with the bucket's version of that number")
-        demand(me.handle._shard.held.run != "bucket", "I16: it has the bucket's")
+        demand(me.shard.held.run != "bucket", "I16: it has the bucket's")
         scene.reach("r has its")
         scene.until("late")
 
     def late(me: Process) -> None:
         scene.until("published")
         replicate(me)
-        held = me.handle._shard.held
+        held = me.shard.held
         demand((held.version, held.run == "bucket") == (number, False), f"I16: it has {held}")
         scene.reach("late")
         scene.until("r has its")
@@ -417,12 +417,12 @@ def dead_lineage(scene: Scene) -> None:
     def first(me: Process) -> None:
         replicate(me)
         demand(me.handle.version == 101, "it has another one")
-        scene._cut(me, 6 * TTL_S)
+        scene.cut(me, 6 * TTL_S)
         scene.sleep(1.5 * TTL_S)
         bucket.archive(99, 60, born_ms=60)
         scene.reach("cut off")
         scene.until("r1 has it")
-        group = me.handle._shard.group
+        group = me.shard.group
         scene.when(lambda: group.state == "seated" and scene.now_s > me.cut_until_s, "a seat")
         scene.reach("back")
         scene.until("late has it")
@@ -456,7 +456,7 @@ def opens_beside(scene: Scene) -> None:
         scene.reach("r has 98")
         scene.until("t has published")
         demand(me.handle.update(timeout_s=100), "I16: the trainer's is not newer")
-        demand(me.handle._shard.held.run != "bucket", "I16: it has the bucket's")
+        demand(me.shard.held.run != "bucket", "I16: it has the bucket's")
         scene.until("expected")
         scene.reach("over")
 
@@ -469,7 +469,7 @@ def opens_beside(scene: Scene) -> None:
     def expect(me: Process) -> None:
         scene.until("r has 98")
         replicate(me, 3)
-        demand(me.handle._shard.held.run != "bucket", "I16: it has the bucket's")
+        demand(me.shard.held.run != "bucket", "I16: it has the bucket's")
         scene.reach("expected")
         scene.until("over")
 

@@ -295,7 +295,7 @@ def archiver_comes_back(scene: Scene) -> None:
         publish(me, 1)
         scene.until("a says 1")
         [archiver] = scene.start_named("a").processes
-        group = archiver.handle._shard.group
+        group = archiver.shard.group
         before = group.seat
         scene.end_lease(archiver)
         scene.when(lambda: group.seat is not before and group.state == "seated", "another seat")
@@ -494,7 +494,7 @@ def dies_lingering(scene: Scene) -> None:
     def watch(me: Process) -> None:
         scene.when(lambda: scene.seen["lingers"], "lingering")
         [key] = [key for key in scene.checks.holdings if "linger" in key]
-        anchor = scene.store._entries[key].lease_id
+        anchor = scene.store.entries[key].lease_id
         processes = scene.start_named("t").processes
         lease_of = lambda p: feature(p.handle, Handover)._closing._lease.lease_id
         other = next(p for p in processes if lease_of(p) != anchor)
@@ -514,18 +514,18 @@ def ends_half_released(scene: Scene) -> None:
         publish(me, 1)
         unpublish(me)
         meet(me, "has a copy")
-        seat = me.handle._shard.group.seat
+        seat = me.shard.group.seat
         scene.hold(f"{me} comes back", me, puts("/shards/t@"), lambda: "u has 2" in scene.reached)
         if me.rank == 0:
             scene.end_lease(me)
         else:  # its peer finds that nobody needs the copy now, and takes its part away
             scene.hold("its part", me, puts("/shards/t+"), lambda: "0 let go" in scene.reached)
-        scene.when(lambda: me.handle._shard.group.seat is not seat, "another seat")
-        scene.when(lambda: me.rank or not me.handle._shard.copies, "the copy let go")
+        scene.when(lambda: me.shard.group.seat is not seat, "another seat")
+        scene.when(lambda: me.rank or not me.shard.copies, "the copy let go")
         scene.reach(f"{me.rank} let go")
         publish(me, 3)
         if me.rank == 0:
-            scene.when(lambda: any("/ready/t@" in key for key in scene.store._entries), "a peer")
+            scene.when(lambda: any("/ready/t@" in key for key in scene.store.entries), "a peer")
         _close(me)
 
     def overtake(me: Process) -> None:

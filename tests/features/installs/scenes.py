@@ -29,7 +29,7 @@ def wiped_while_waited(scene: Scene) -> None:
         waited(me, 1)
         unpublish(me)
         publish(me, 2)
-        scene._cut(scene.start_named("r1").processes[0], 1.2 * TTL_S)
+        scene.cut(scene.start_named("r1").processes[0], 1.2 * TTL_S)
         scene._wipe()
         waited(me, 2)
         scene.reach("waited")
@@ -84,7 +84,7 @@ def told_later(scene: Scene) -> None:
     def follow(me: Process) -> None:
         try:
             with me.handle.installing(1):
-                scene._cut(me, 8.0)
+                scene.cut(me, 8.0)
                 raise Breaks
         except Breaks:
             scene.until("told", limit_s=100)
@@ -145,7 +145,7 @@ def one_left_badly(scene: Scene, *, lease_ends: bool) -> None:
         first,
         lambda what: "ready" in str(what) and first.engine is not None,
         lambda: True,
-        meanwhile=lambda: scene._cut(first, 9.0),
+        meanwhile=lambda: scene.cut(first, 9.0),
         is_reply=True,
     )
     scene.play()
@@ -190,7 +190,7 @@ def rejected_since(scene: Scene) -> None:
         first,
         lambda what: puts("/ready/")(what) and first.engine is not None,
         lambda: True,
-        meanwhile=lambda: scene._cut(first, 9.0),
+        meanwhile=lambda: scene.cut(first, 9.0),
         is_reply=True,
     )
     scene.play()

@@ -164,7 +164,7 @@ def slow_relay(scene: Scene) -> None:
         _all_relay_but(scene, "r1")(me)
         is_last = me.start.replica != "r1" or "r2 has it" in scene.reached
         demand(is_last, "I8: all wait for a slow one")
-        demand(not any("/suspects/" in key for key in scene.store._entries), "R3: it is suspected")
+        demand(not any("/suspects/" in key for key in scene.store.entries), "R3: it is suspected")
 
     _straggle(scene, ("r0", "r1", "r2"), then=then)
     _reads_from(scene, "r1", "r0", "r2")
@@ -196,8 +196,8 @@ def unheard(scene: Scene, *, dies: bool = False) -> None:
         def steps_aside(what: object) -> bool:
             if not puts("/holdings/")(what):
                 return False
-            scene._cut(reader, 7.0)  # it cannot learn either that there is another place for it
-            scene._cut(slow, claimed.GLANCE_S + 0.7)
+            scene.cut(reader, 7.0)  # it cannot learn either that there is another place for it
+            scene.cut(slow, claimed.GLANCE_S + 0.7)
             if dies:
                 scene.at(scene.now_s + 3.0, partial(scene.kill_process, source))
             return True

@@ -85,7 +85,7 @@ def prefetch_rewritten(scene: Scene) -> None:
         if me not in late:
             late.append(me)
             scene.slow_s[me] = 6.0  # they land while it stands still
-            scene.at(scene.now_s + 0.2, partial(scene._suspend, me, 8.0))
+            scene.at(scene.now_s + 0.2, partial(scene.suspend, me, 8.0))
 
     train(scene, script, drain_s=2.0)
     scene.start("r", read, size=1, digests="full")

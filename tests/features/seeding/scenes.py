@@ -183,7 +183,7 @@ def _seed_of(scene: Scene) -> Process:
 
 
 def _seed_fetches(scene: Scene) -> bool:
-    there = scene.store._entries
+    there = scene.store.entries
     return any("/readers/" in key and "/r0%2Bhost@" in key for key in there)
 
 
@@ -286,7 +286,7 @@ def passed_by(scene: Scene) -> None:
 
     def follow(me: Process) -> None:
         _first(me)
-        there = scene.store._entries
+        there = scene.store.entries
         scene.when(lambda: any(map(_reads, there)), "the seed reading")
         scene.until("3")
         demand(not me.handle.update(timeout_s=100), f"{me} goes to what is only coming")
@@ -311,7 +311,7 @@ def passed_by(scene: Scene) -> None:
 
     def train_on(me: Process) -> None:
         scene.until("2")
-        there = scene.store._entries
+        there = scene.store.entries
         scene.when(lambda: any(map(_reads, there)), "the seed reading")
         publish(me, 3, 3)
         scene.reach("3")
