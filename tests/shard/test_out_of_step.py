@@ -127,7 +127,7 @@ CALLS = {  # on one rank, as on the other one; and its error
     "read": (lambda h: read(h, "newest"), lambda h: read(h, "latest"), "'newest'"),
     "stream": (lambda h: streamed(h, "newest"), lambda h: streamed(h, 9), "'newest'"),
     "install": (lambda h: installed(h, "newest"), lambda h: installed(h, "latest"), "'newest'"),
-    "install of one": (lambda h: h.installing(-3), lambda h: installed(h, 9), "version -3"),
+    "install of one": (lambda h: installed(h, -3), lambda h: installed(h, 9), "version -3"),
 }
 
 

@@ -3,12 +3,13 @@
 import os
 import sys
 import threading
+import time
 from contextlib import suppress
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from kit import until
+from kit import at_once, until
 from msgspec import structs
 
 import torch_ros.dcp
@@ -167,6 +168,42 @@ def test_a_rank_that_fails_before_its_peers_read_ends_their_block(ranks, pool, t
 
     assert list(pool.map(tried, pair)) == [1, None]
     list(pool.map(lambda handle: install(handle, 1), pair))
+    assert says(trainer) == (1, None, None)
+
+
+@only_memory
+@pytest.mark.parametrize("when", ["before its peers read", "while they wait"])
+def test_a_rank_whose_block_is_refused_when_its_peers_are_in_it_ends_theirs(
+    ranks, pool, trainer, when
+):
+    pair, refused = ranks("engine", 2, installs=True, timeout_s=15), threading.Event()
+    entered = threading.Event()
+
+    def enter():
+        try:
+            with pair[0].installing(1):
+                entered.set()
+                assert when == "while they wait" or refused.wait(10)
+                pair[0].read(1, {"w": torch.empty(4)})
+        except InstallRejected as error:
+            return error.rank, error.reason
+
+    def be_refused():
+        assert entered.wait(10)
+        if when == "while they wait":
+            group = pair[0]._shard.group
+            until(lambda: group.ledger.pending > 1)
+        with pytest.raises(UsageError, match="newest"), pair[1].installing("newest"):
+            pass
+        refused.set()
+
+    began_s = time.monotonic()
+    (rank, reason), _ = at_once(enter, be_refused)
+    assert time.monotonic() - began_s < 5
+    assert rank == 1
+    assert reason.startswith("UsageError: ")
+    assert says(trainer) == (None, None, 1)
+    list(pool.map(lambda handle: install(handle, 1), pair))  # the next one is in step
     assert says(trainer) == (1, None, None)
 
 

@@ -28,7 +28,7 @@ from torch_ros.protocol.call import CLEAN_UP_S, GroupCall
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.records import REASON_MAX, Asked, Install, Rejection, VersionRef
 from torch_ros.protocol.versions import Spec, spec_ranges
-from torch_ros.shard.collective import checked, collectively, end_for_peers
+from torch_ros.shard.collective import collectively, end_for_peers
 from torch_ros.shard.core import Shard
 from torch_ros.store.latch import Latch
 from torch_ros.store.loops import Done, Step, looking_ahead, settle
@@ -152,29 +152,29 @@ class Installing:
 
     def __init__(self, installs: Installs, version: int | str, timeout_s: float | None) -> None:
         self._installs, self._shard = installs, installs.shard
-        self._asked, self._timeout_s = Asked.of("install", version), timeout_s
-        self._spec = checked(self._shard, self._asked, partial(Spec.parse, version))
+        self._version, self._timeout_s = version, timeout_s
+        self._asked = Asked.of("install", version)
         self._attempt = 0
         self._ref: VersionRef | None = None
         self._calls_before = 0  # made by the group when this was entered
 
     def __enter__(self) -> VersionRef:
         self._shard.require_usable()
-        checked(self._shard, self._asked, self._require_option)
         if (left := self._installs.open) is not None:  # Ctrl-C kept it from being left
             reason = "left without its end: another install was begun"
             left.fail(CallAborted(self._replica, 0, self._rank, reason), raises=False)
         self._installs.open = self
         self._calls_before = self._shard.group.ledger.calls_made
         try:
-            return collectively(self._shard, self._asked, lambda: self._enter)
+            return collectively(self._shard, self._asked, self._begin)
         except BaseException as error:
             self.fail(error, raises=False)
             raise
 
-    def _require_option(self) -> None:
-        if self._shard.group.ledger.install is None:
+    def _begin(self) -> Callable[[], VersionRef]:
+        if self._installs.intake is None:
             raise UsageError("installing: open the handle with installs=True, on all ranks")
+        return partial(self._enter, Spec.parse(self._version))
 
     @property
     def _intake(self) -> Intake:
@@ -189,7 +189,7 @@ class Installing:
     def _rank(self) -> int:
         return self._shard.group.seat.rank
 
-    def _enter(self) -> VersionRef:
+    def _enter(self, spec: Spec) -> VersionRef:
         shard, ledger = self._shard, self._shard.group.ledger
         deadline = shard.deadline(self._asked, self._timeout_s)
         self._installs.told.wait(max(0.0, deadline.left_s()))
@@ -199,13 +199,13 @@ class Installing:
             self._attempt = install.attempt + 1
             known = self._intake.seen
             # The active version's number may be another content's by now.
-            if known and (known.version != self._spec.absolute or known == install.active):
+            if known and (known.version != spec.absolute or known == install.active):
                 known = None
-            rule = partial(rules.enter_alone, attempt=self._attempt, spec=self._spec, known=known)
+            rule = partial(rules.enter_alone, attempt=self._attempt, spec=spec, known=known)
             ranges = () if known else spec_ranges(shard.group.seat.keys)
             install = self._installs.write(rule, deadline, ranges)
         else:
-            task = GroupTask("install", self._asked, deadline, self._decide)
+            task = GroupTask("install", self._asked, deadline, partial(self._decide, spec))
             shard.make(task)
             install = ledger.install
         assert install is not None
@@ -219,10 +219,10 @@ class Installing:
         ledger.block = self._end
         return ref
 
-    def _decide(self, call: GroupCall) -> None:
+    def _decide(self, spec: Spec, call: GroupCall) -> None:
         keys = call.seat.keys
         ranges = (one(keys.install(call.seat.inst)), *spec_ranges(keys))
-        call.decide(ranges, partial(rules.enter, spec=self._spec))
+        call.decide(ranges, partial(rules.enter, spec=spec))
 
     @property
     def _end(self) -> Asked:
@@ -343,6 +343,7 @@ class Installing:
         ]
         if install is not None and refs:
             self._attempt, self._ref = install.attempt, refs[-1]
+            ledger.block = self._end  # which the peers are in
 
     def _rejection(self, error: BaseException) -> Rejection | None:
         if self._ref is None:
