@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch_ros.face.aio import AsyncHandle
     from torch_ros.face.handle import ShardHandle
     from torch_ros.face.opening import open  # noqa: A004
+    from torch_ros.features.installs.records import Install  # feature installs
     from torch_ros.features.installs.waiting import Installed  # feature installs
     from torch_ros.features.lending.borrowing import Borrowed  # feature lending
     from torch_ros.features.streams.stream import Stream  # feature streams
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from torch_ros.fleet.fleet import Fleet, Held, Published, Replica
     from torch_ros.p2p.huge_pages import HugePageReport
     from torch_ros.protocol.policy import UpdatePolicy
-    from torch_ros.protocol.records import Install
     from torch_ros.shard.finding import Contents
     from torch_ros.shard.report import DrainReport, PublishReport, ReadReport, Report
     from torch_ros.weights.chunked import Chunked
@@ -49,7 +49,7 @@ __all__ = [
     "Float8",  # feature transforms
     "Held",
     "HugePageReport",
-    "Install",
+    "Install",  # feature installs
     "Installed",  # feature installs
     "MadeTensor",
     "PublishReport",
@@ -77,7 +77,7 @@ _HOMES = {  # imported at their first use
     "Float8": "torch_ros.features.transforms.casting",  # feature transforms
     "Held": "torch_ros.fleet.fleet",
     "HugePageReport": "torch_ros.p2p.huge_pages",
-    "Install": "torch_ros.protocol.records",
+    "Install": "torch_ros.features.installs.records",  # feature installs
     "Installed": "torch_ros.features.installs.waiting",  # feature installs
     "MadeTensor": "torch_ros.copies.transforms",
     "PublishReport": "torch_ros.shard.report",

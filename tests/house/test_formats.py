@@ -10,7 +10,7 @@ from msgspec.structs import NODEFAULT
 from torch_ros.protocol.schema import SCHEMA
 
 FOLDERS = ("protocol", "weights", "p2p", "transfer", "features")  # a bucket's files have their own
-FORMATS = {3: "0e0a9d24f1c77da2"}
+FORMATS = {3: "0e0a9d24f1c77da2", 4: "de42261ff0e2bcf8"}
 """The digest of all classes that processes write for each other, by the format's number.
 
 A change of one of them takes a line with the next number, and `SCHEMA` is set to it. A number may

@@ -7,9 +7,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from torch_ros.errors import BackendError, StoreUnavailable
+from torch_ros.features.installs.records import Install, Rejection
 from torch_ros.fleet.fleet import Fleet, Held, Published, Replica
 from torch_ros.metrics.fleets import FIGURES, INSTALLS, PREFIX, FleetCollector
-from torch_ros.protocol.records import Install, Rejection, VersionRef
+from torch_ros.protocol.records import VersionRef
 
 OLD = VersionRef("run-a", 9, "u9", 1)
 REFS = {number: VersionRef("run-b", number, f"u{number}", 2) for number in range(1, 9)}

@@ -75,10 +75,9 @@ class Store:
             datacenter="default",
             spot=spot,
             retain=retain,
-            shard=ShardRecord("host", rank, b"card"),
+            shard=ShardRecord("host", rank, b"card", knows=[*knows]),
             ttl_s=ttl_s,
             drain_s=drain_s,
-            knows=frozenset(knows),
         )
         kv = connect(self.endpoint, timeout_s=5)
         group = Group.join(kv, place, Deadline("open", timeout_s))

@@ -15,6 +15,7 @@ from replicas import TTL_S, Process, Start
 
 from torch_ros.errors import CallMismatch, ClosedError, SeatLost, StoreUnavailable
 from torch_ros.features.fallback.rules import TTLS
+from torch_ros.features.installs.records import Install
 from torch_ros.features.lending.memory import _file
 from torch_ros.features.seeding.rules import is_forerunner
 from torch_ros.protocol import keys as k
@@ -23,7 +24,6 @@ from torch_ros.protocol.records import (
     Decisions,
     GroupRecord,
     Holding,
-    Install,
     RunRecord,
     SeenRecord,
     ShardRecord,
@@ -472,7 +472,7 @@ class Checks:
             ("decisions", self._changed_decisions),
             ("holdings", self._changed_holding),
             ("readers", self._changed_reader),
-            ("installs", self._changed_install),
+            ("carried", self._changed_install),
         ):
             for key in kinds.get(kind, ()):
                 look(key, entries.get(key))
@@ -536,7 +536,7 @@ class Checks:
         demand(is_seen and not seen.lease_id, f"{key} is there, and {at} does not say whose")
 
     def _changed_install(self, key: str, entry) -> None:
-        inst = k.parse_install(key)
+        inst, _ = k.parse_carried(key)
         replica, told = k.replica_of(inst), self.installs.setdefault(k.replica_of(inst), [])
         new = Install.decode(entry.value, key) if entry else None
         if new is not None or not self._says(replica):
@@ -552,11 +552,11 @@ class Checks:
 
     def _says(self, replica: str) -> bool:
         entries = self.world.store.entries
-        return any("/installs/" in key and f"/{replica}@" in key for key in entries)
+        return any("/carried/" in key and f"/{replica}@" in key for key in entries)
 
     def _used(self, key: str, content: int) -> None:
         entries = self.world.store.entries
-        shards = self.world.keys.shards(k.parse_install(key))
+        shards = self.world.keys.shards(k.parse_carried(key)[0])
         for shard in (ShardRecord.decode(entries[s].value, s) for s in entries if s in shards):
             each = self.world.process_of(shard)
             is_used = each.is_gone or not len(each.cells) or each.engine == content
@@ -567,7 +567,7 @@ class Checks:
     def uses(self, process: Process) -> None:
         """I10: before an engine changes, nobody is told that it is as it was."""
         for key, entry in self.world.store.entries.items():
-            if "/installs/" in key and f"/{process.start.replica}@" in key:
+            if "/carried/" in key and f"/{process.start.replica}@" in key:
                 install = Install.decode(entry.value, key)
                 if install.active is not None:
                     self._used(key, self.truth[install.active.uid])

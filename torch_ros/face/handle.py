@@ -21,6 +21,7 @@ from torch_ros.features.deltas.copies import DeltaOptions  # feature deltas
 from torch_ros.features.deltas.flow import Deltas  # feature deltas
 from torch_ros.features.handover.archiving import Archives  # feature handover
 from torch_ros.features.installs.installing import Installing, Installs  # feature installs
+from torch_ros.features.installs.records import Install  # feature installs
 from torch_ros.features.installs.waiting import Installed, Waiting  # feature installs
 from torch_ros.features.lending.borrowing import Borrowed, borrowing  # feature lending
 from torch_ros.features.prefetch.flow import Prefetching  # feature prefetch
@@ -29,7 +30,7 @@ from torch_ros.features.seeding.near_first import policy_for  # feature seeding
 from torch_ros.features.streams.stream import Stream, Streams  # feature streams
 from torch_ros.fleet.fleet import Fleet, fleet_ranges
 from torch_ros.p2p.huge_pages import HugePageReport
-from torch_ros.protocol.records import Asked, Install, VersionRef
+from torch_ros.protocol.records import Asked, VersionRef
 from torch_ros.protocol.versions import Spec, check_version, listing, spec_ranges
 from torch_ros.shard import replication
 from torch_ros.shard.checkpoint import Checkpoints, SaveRequest

@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, get_args
+from types import MappingProxyType
+from typing import Any, Literal, get_args
 
 from torch_ros import arguments, environment
 from torch_ros.costs import Costs
@@ -13,7 +14,10 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import UsageError
 from torch_ros.face.handle import ShardHandle
 from torch_ros.features.fallback.flow import Fallback, asks_for, bucket_below  # feature fallback
+from torch_ros.features.fallback.rules import knows  # feature fallback
 from torch_ros.features.handover.flow import Handover  # feature handover
+from torch_ros.features.installs.records import NAME as INSTALL  # feature installs
+from torch_ros.features.installs.records import Install  # feature installs
 from torch_ros.features.lending.buffers import lend  # feature lending
 from torch_ros.features.pace.judging import Pacing  # feature pace
 from torch_ros.features.pace.rules import SlowOnes  # feature pace
@@ -27,7 +31,6 @@ from torch_ros.protocol.applicant import Applicant
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.keys import DEFAULT_DATACENTER, OUTSIDE, Keys
 from torch_ros.protocol.policy import Chosen, UpdatePolicy
-from torch_ros.protocol.records import Install
 from torch_ros.protocol.retention import Wish
 from torch_ros.shard.core import Settings, Shard
 from torch_ros.shard.host_copies import seen_here, shard_of
@@ -252,15 +255,15 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         drain_s=drain_s,
     )
     own = partial(applicant, shared_nonce=place.nonce or "", spot=spot, retain=retained)
+    says: dict[str, Any] = {}  # in the shard's record
     # feature fallback {
     below = bucket_below(environment.value(environment.BUCKET) if bucket is None else bucket, model)
-    own = partial(own, **asks_for(below, deadline))
+    own, says = partial(own, **asks_for(below, deadline)), says | knows(below)
     # } fallback
     own = partial(own, prefers=forerunner_of(place.replica))  # feature seeding
-    install: Install | None = None
-    install = Install() if installs else None  # feature installs
+    says |= {"carries": {INSTALL: Install().carried}} if installs else {}  # feature installs
     _serve_figures()  # before there is a seat that an error or Ctrl-C would leave behind
-    shard = means.shard(place, own, chosen, deadline, install, huge_pages=huge_pages)
+    shard = means.shard(place, own, chosen, deadline, says, huge_pages=huge_pages)
 
     # feature fallback {
     if below is not None:
@@ -318,7 +321,7 @@ class _Means:
         applicant: Callable[..., Applicant],
         settings: Settings,
         deadline: Deadline,
-        install: Install | None = None,
+        says: Mapping[str, Any] = MappingProxyType({}),
         *,
         huge_pages: bool = False,
     ) -> Shard:
@@ -343,7 +346,7 @@ class _Means:
             mailbox, sign = Mailbox(ways, reading.forget), Sign()
             undo.callback(sign.close)
             applicant = partial(applicant, leaves=SlowOnes())  # feature pace
-            own = applicant(replica=name, shard=shard_of(mailbox, install), seen=seen_here(sign))
+            own = applicant(replica=name, shard=shard_of(mailbox, **says), seen=seen_here(sign))
             group = Group.join(kv, own, deadline)
             undo.callback(group.close)
             shard = Shard(self.model, group, ways, mailbox, reading, settings, pages)

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from torch_ros.features.installs.records import Install  # feature installs
 from torch_ros.features.installs.rules import installs_of  # feature installs
 from torch_ros.protocol import keys as k
 from torch_ros.protocol import legible
@@ -18,7 +19,6 @@ from torch_ros.protocol.legible import keyed, readable
 from torch_ros.protocol.records import (
     GroupRecord,
     Holding,
-    Install,  # feature installs
     VersionRecord,
     VersionRef,
 )
@@ -39,7 +39,7 @@ def fleet_ranges(keys: Keys) -> Ranges:
         keys.groups(),
         keys.holdings(),
         keys.readers(),
-        keys.installs(),  # feature installs
+        keys.carried(),  # feature installs
         keys.suspects(),
     )
 

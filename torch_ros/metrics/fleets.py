@@ -16,11 +16,9 @@ from prometheus_client.registry import Collector
 
 from torch_ros.deadline import wall_ms
 from torch_ros.errors import AccessDenied, BackendError, StoreUnavailable
+from torch_ros.features.installs.records import Install  # feature installs
 from torch_ros.fleet.fleet import Fleet, Held, Replica
-from torch_ros.protocol.records import (
-    Install,  # feature installs
-    VersionRef,
-)
+from torch_ros.protocol.records import VersionRef
 
 _Samples = dict[tuple[str, ...], float]  # by the labels' values
 

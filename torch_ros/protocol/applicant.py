@@ -25,7 +25,6 @@ class Applicant:
     ttl_s: int = 10
     drain_s: float = 60.0
     leaves: Leaves = NO_LEAVES
-    knows: frozenset[str] = frozenset()  # see `Seat.knows`
     seen: SeenRecord | None = None  # this process, as people find it; None: as in `shard`
     prefers: str = ""  # the replica whose full copy it reads first, and alone
     find_former_run: Callable[[], tuple[int, str]] | None = None  # asks elsewhere; may take a while

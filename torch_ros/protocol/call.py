@@ -333,7 +333,7 @@ class GroupCall(Attempt):
 
     def _say(self, answer: Ready) -> Outcome | Said:
         seat, call, value = self.seat, self.decided, answer.value
-        if call.ref is not None and call.kind != "installed":  # which changes nothing of it
+        if call.ref is not None and call.kind != "agree":  # which changes nothing of it
             self.may_end_well(call, value, self._ledger.end_of(value).said)
         if seat.world_size == 1:
             return Said({seat.rank: value}, answer.is_unproven)
@@ -518,7 +518,8 @@ def _meeting(made: GroupCall, call: Call) -> tuple[Meeting, CallMismatch]:
 
 def _require_known(made: GroupCall, call: Call) -> None:
     """Raises: UsageError: It was decided by an option that this rank does not have."""
-    if unknown := sorted(call.must.keys() - made.seat.knows):
+    known = dict(made.seat.knows).get(made.seat.rank, frozenset())
+    if unknown := sorted(call.must.keys() - known):
         raise UsageError(
             f"{made.asked}: rank {made.seat.rank} was opened without {unknown[0]}=..., and rank "
             f"{call.by}, which decided, with it; all ranks must be given the same"

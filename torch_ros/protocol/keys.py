@@ -258,13 +258,16 @@ class Keys:
     def suspect(self, source: str, reader: str) -> str:
         return f"{self.root}/suspects/{source}/{reader}"
 
-    # The versions that engines use
+    # What features say of a replica
 
-    def installs(self) -> Range:
-        return under(f"{self.root}/installs/")
+    def carried(self) -> Range:
+        return under(f"{self.root}/carried/")
 
-    def install(self, inst: str) -> str:
-        return f"{self.root}/installs/{inst}"
+    def carried_by(self, inst: str) -> Range:
+        return under(f"{self.root}/carried/{inst}/")
+
+    def carried_at(self, inst: str, feature: str) -> str:
+        return f"{self.root}/carried/{inst}/{_name(feature)}"
 
     # The versions that buckets have
 
@@ -344,11 +347,11 @@ def parse_suspect(key: str) -> str | None:
     return None
 
 
-def parse_install(key: str) -> str | None:
-    """The incarnation whose `installs/` key this is."""
+def parse_carried(key: str) -> tuple[str, str] | None:
+    """(incarnation, feature) of a `carried/` key."""
     match key.split("/"):
-        case ["", _, _, "installs", inst] if _is_inst(inst):
-            return inst
+        case ["", _, _, "carried", inst, feature] if _is_inst(inst):
+            return (inst, name) if (name := _unquoted(feature)) else None
     return None
 
 

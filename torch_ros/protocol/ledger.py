@@ -11,9 +11,9 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -27,12 +27,11 @@ from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.records import (
     Asked,
     Call,
+    Carried,
     Failure,
-    Install,
     Kept,
     Kind,
     Outcome,
-    Rejection,
     ShardRecord,
     VersionRef,
 )
@@ -130,21 +129,29 @@ class Attempt(ABC):
         """Learn or make the end of a call that was given up while etcd was away."""
 
 
+class Carrier(Protocol):
+    """What a feature says of the replica, as this rank knows it. Asked and told under the lock."""
+
+    @property
+    def carried(self) -> Mapping[str, Carried]:
+        """By the feature's name; nothing where its option was not given."""
+
+    def learned(self, call: Call, outcome: Outcome) -> None:
+        """A call has ended so, well."""
+
+
 class Ledger:
     """The calls that one rank knows of, and its standing, under one lock.
 
     Args:
         retain: The versions that this rank's replica retains.
-        install: The version that its engine uses; None: nobody asks.
     """
 
     seat: Seat
     standing: Standing
     is_closed: bool
 
-    def __init__(
-        self, seat: Seat, retain: tuple[str, ...] = (), install: Install | None = None
-    ) -> None:
+    def __init__(self, seat: Seat, retain: tuple[str, ...] = ()) -> None:
         self.seat, self.standing, self.is_closed = seat, Standing(), False
         # In C: `with` takes it and gives it back whatever a signal handler raises.
         self.lock: threading.RLock = threading.RLock()
@@ -162,9 +169,8 @@ class Ledger:
         self.first: int = 0
         """The call of the caller that the next calls are parts of, and the number of the first."""
         self.block: Asked | None = None
-        """The call that ends the install that this rank is in; None: it is in none."""
-        self.install = install
-        """The version that this replica's engine uses, as far as this rank knows."""
+        """The call that ends what this rank is in, between calls; None: it is in nothing."""
+        self.carriers: list[Carrier] = []
         self.told: Asked | None = None
         """The last call of its caller whose failure this rank was told, without a part in it."""
         self.skip: Callable[[Callable[[], None]], None] = lambda learn: learn()
@@ -208,7 +214,7 @@ class Ledger:
                 shard,
                 is_back=True,
                 kept=self.held,
-                install=self.install,
+                carries=shard.carries | self.carries,
                 ended=list(self.ended),
                 pending=self.unfinished.number if self.unfinished else under_way,
                 ready=self.unfinished.ready if self.unfinished else None,
@@ -243,7 +249,7 @@ class Ledger:
             SeatLost: The seat is lost, and with it the end, which it finds among what peers know.
         """
         with self.lock:
-            self._check_still(seat)
+            self.check_still(seat)
             # Here, and not where the call returns: Ctrl-C may come in between.
             self.calls_made = max(self.calls_made, call.number)
             self.ended.append(msgspec.structs.replace(call, outcome=outcome))
@@ -254,37 +260,27 @@ class Ledger:
                 self._layouts[outcome.answers] = outcome.said
                 while len(self._layouts) > ANSWERS_KEPT:
                     del self._layouts[next(iter(self._layouts))]
+            for carrier in self.carriers:
+                carrier.learned(call, outcome)
             if call.kind == "unpublish":
                 self.held = None
-            elif call.ref is not None and call.kind == "install":
-                if not outcome.said:  # else it is active already
-                    before = self.install or Install()
-                    self.install = before.begun(call.ref, call.number)
-            elif call.ref is not None and call.kind == "installed":
-                self.install = (self.install or Install()).left(call.ref)
             elif outcome.is_source and call.ref is not None:
                 self.held = Kept.of(call, outcome.said)
                 self.has_held = self.has_held or call.ref.run != OUTSIDE
 
-    def learn_install(self, install: Install, seat: Seat) -> None:
-        """Note what the record says now that it was written from this seat.
+    @property
+    def carries(self) -> dict[str, Carried]:
+        return {name: one for each in self.carriers for name, one in each.carried.items()}
 
-        Raises:
-            SeatLost: The seat is lost, and this rank may have told its peers something else.
+    def changed(self) -> None:
+        """This rank carries something new, by no call. The caller has the lock."""
+        self._changes += self.standing.state != "seated"
+
+    def check_still(self, seat: Seat) -> None:
+        """Raises: SeatLost: That seat is lost, and this rank may have told its peers what it knew.
+
+        The caller has the lock.
         """
-        with self.lock:
-            self._check_still(seat)
-            if self.install is not None and self.install.attempt <= install.attempt:
-                self.install = install
-
-    def left_badly(self, attempt: int, rejection: Rejection) -> None:
-        """Note that this rank has, which nobody else may know."""
-        with self.lock:
-            if self.install is not None and self.install.attempt == attempt:
-                self.install = self.install.refused(rejection)
-                self._changes += self.standing.state != "seated"
-
-    def _check_still(self, seat: Seat) -> None:
         self.check_open()
         if self.standing.state == "away":
             raise self.standing.error(seat.replica)

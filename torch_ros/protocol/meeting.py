@@ -88,7 +88,7 @@ def meet(
         refuses: It makes that only to end the call of the caller, whatever its peers have come to.
         told: The call of its caller of which it was last told a failure that it had no part in.
             Told again, of one in which its peers waited in vain, it is one try behind.
-        block: The call that ends the install that it is in: a peer has given that up.
+        block: The call that ends what it is in, between calls: a peer has given that up.
         left_out: If `call` has ended, it is one that this rank has left out.
     """
     has_ended = call.outcome is not None

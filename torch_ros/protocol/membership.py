@@ -18,7 +18,6 @@ from torch_ros.protocol.records import (
     Failure,
     GroupRecord,
     Holding,
-    Install,
     Kept,
     Outcome,
     RetainRecord,
@@ -59,6 +58,7 @@ class Joined:
     run_number: int
     is_complete: bool
     unwaited: tuple[tuple[int, Call, str], ...] = ()  # publications that peers did not wait for
+    knows: tuple[tuple[int, frozenset[str]], ...] = ()  # by rank; see `Seat.knows`
 
 
 def seat_of(who: Applicant, joined: Joined) -> Seat:
@@ -78,7 +78,7 @@ def seat_of(who: Applicant, joined: Joined) -> Seat:
         drain_s=who.drain_s,
         prefers=who.prefers,
         leaves=who.leaves,
-        knows=who.knows,
+        knows=joined.knows,
     )
 
 
@@ -172,7 +172,7 @@ def create_group(view: View, who: Applicant) -> Step[bool | None]:
         # What is decided meanwhile may bring a holding that would be left over.
         guards = (*guards, view.unchanged(decisions))
         ops.append(Delete(one(decisions)))
-        ops += [Delete(one(key)) for key in records_of(view, who.keys, inst)]
+        ops += records_of(view, who.keys, inst)
     is_there = old is not None and old.left is None and old.refusal is None
     is_replaced = is_there and not who.left_behind
     guards = (view.unchanged(who.group), Empty(seats), *is_new, *guards)
@@ -209,7 +209,7 @@ def join(view: View, who: Applicant, nonce: str) -> Step[Joined | None]:
         return _sit_down(view, who, group, seated)
     joined = Joined(group, number, is_complete=True)
     if group.is_complete:
-        return Done(joined if "." not in nonce else _resumed(joined, _shards(view, seats, who)))
+        return Done(_resumed(joined, _shards(view, seats, who)))
     shards = _shards(view, seats, who)
     if len(shards) < who.world_size:
         reason = f"replica {who.replica!r} has ranks {list(shards)} of {who.world_size}"
@@ -238,9 +238,10 @@ def _shards(view: View, seats: Range, who: Applicant) -> dict[int, ShardRecord]:
 
 
 def _resumed(joined: Joined, shards: Mapping[int, ShardRecord]) -> Joined:
-    """With what peers did not wait for: they have done their part of it, and do not come again."""
+    """With what peers know, and what they did not wait for: they do not come to that again."""
     unwaited = tuple((r, s.ready, s.answer) for r, s in shards.items() if s.ready is not None)
-    return dataclasses.replace(joined, unwaited=unwaited)
+    knows = tuple((rank, frozenset(shard.knows)) for rank, shard in shards.items())
+    return dataclasses.replace(joined, unwaited=unwaited, knows=knows)
 
 
 def _completed(
@@ -265,9 +266,9 @@ def _completed(
     complete = msgspec.structs.replace(group, is_complete=True)
     ops, guards = _adopt(view, who, group, entry, records)
     put = Put(who.group, complete.encode(), entry.lease_id)
-    if (install := adopted_install(records)) is not None:
-        key = who.keys.install(k.instance(who.replica, group.nonce))
-        ops.append(Put(key, install.encode(), entry.lease_id))
+    for feature, value in adopted_values(records).items():
+        key = who.keys.carried_at(k.instance(who.replica, group.nonce), feature)
+        ops.append(Put(key, bytes(value), entry.lease_id))
     resumed = _resumed(joined, shards)
     return Act(Txn((view.unchanged(who.group), *guards), (put, *ops)), lambda _: resumed)
 
@@ -324,14 +325,11 @@ def adopted(shards: Sequence[ShardRecord]) -> tuple[list[Call], Kept | None]:
     return ended, kept if agree else None
 
 
-def adopted_install(shards: Sequence[ShardRecord]) -> Install | None:
-    """The version that the engine of a group uses whose ranks come back; None: it says none.
-
-    Within one attempt, a rank that left badly is believed, then one that knows all left well.
-    """
-    known = (shard.install for shard in shards if shard.install is not None)
-    weight = lambda each: (each.attempt, each.trying is None, each.active is None)  # noqa: E731
-    return max(known, key=weight, default=None)
+def adopted_values(shards: Sequence[ShardRecord]) -> dict[str, msgspec.Raw]:
+    """What a group's ranks carry for features: of each, what counts."""
+    carried = [one for shard in reversed(shards) for one in shard.carries.items()]
+    by_order = sorted(carried, key=lambda one: one[1].order)
+    return {feature: one.value for feature, one in by_order}
 
 
 def _ended_well(call: Call) -> bool:
@@ -357,10 +355,10 @@ def not_waited_for(shards: Sequence[ShardRecord]) -> Call | None:
 
 def _strange(shards: Sequence[ShardRecord]) -> list[int]:
     """Ranks that cannot have taken part in the calls that their peers bring along."""
-    needed_all = ("agree", "publish", "replicate", "installed")
-    has_installed = any(shard.install and shard.install.attempt for shard in shards)
+    needed_all = ("agree", "publish", "replicate")
+    has_carried = any(one.number for shard in shards for one in shard.carries.values())
     have_called = (call.kind in needed_all and _ended_well(call) for call in adopted(shards)[0])
-    if not has_installed and not any(have_called):
+    if not has_carried and not any(have_called):
         return []
     return [rank for rank, shard in enumerate(shards) if not shard.is_back]
 
@@ -510,11 +508,10 @@ def expel(view: View, seat: Seat) -> Step[SeatLost]:
         return Done(lost)
     reason = f"rank {(seat.rank + 1) % seat.world_size} died, or lost its lease"
     fenced = SeatLost(seat.replica, reason)
-    records = [seat.group, seat.decisions, *records_of(view, seat.keys, seat.inst)]
+    records = (*map(Delete, seat.own), *records_of(view, seat.keys, seat.inst))
     # A call that is decided meanwhile may bring another holding.
     guards = (view.unchanged(seat.group), view.unchanged(seat.decisions))
-    txn = Txn(guards, tuple(Delete(one(key)) for key in records))
-    return Act(txn, lambda _: fenced)
+    return Act(Txn(guards, records), lambda _: fenced)
 
 
 def leave_ranges(seat: Seat) -> tuple[Range, ...]:
@@ -536,7 +533,7 @@ def leave(view: View, seat: Seat, note_lease_id: int) -> Step[None]:
         (
             Put(seat.group, left.encode(), note_lease_id),
             Delete(seat.keys.seen_of(seat.replica)),
-            *(Delete(one(key)) for key in records_of(view, seat.keys, inst)),
+            *records_of(view, seat.keys, inst),
         ),
     )
     return Act(txn, lambda _: None)
@@ -547,8 +544,8 @@ def leave_alone(seat: Seat) -> Txn:
     return Txn(ops=(Delete(seat.keys.seen_of(seat.replica)),))
 
 
-def records_of(view: View, keys: Keys, inst: str) -> list[str]:
-    """The holdings of an incarnation and of its copies, its open claims, and what it uses.
+def records_of(view: View, keys: Keys, inst: str) -> list[Delete]:
+    """Without the holdings of an incarnation and of its copies, its open claims, what it carries.
 
     They hang on the anchor, whose rank may live on, and come back under the same lease.
     """
@@ -558,4 +555,4 @@ def records_of(view: View, keys: Keys, inst: str) -> list[str]:
         call for call in decisions_at(view, keys.decisions(inst)).calls if call.outcome is None
     )
     claims = (claim for call in is_open for claim in claims_of(keys, call, inst))
-    return [*holdings, *claims, keys.install(inst)]
+    return [*map(Delete, map(one, (*holdings, *claims))), Delete(keys.carried_by(inst))]

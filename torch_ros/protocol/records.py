@@ -323,52 +323,7 @@ class ArchiveRecord(Record, frozen=True):
     ref: VersionRef | None = None  # its bucket has it, or need not have it
 
 
-class Rejection(Record, frozen=True):
-    """An install that failed."""
-
-    ref: VersionRef  # what it was to bring
-    rank: Number  # that found it
-    reason: str
-
-
-class Install(Record, frozen=True):
-    """`installs/<inst>`: the version that a replica's engine uses, as `ShardHandle.installs` says.
-
-    Attributes:
-        attempt: The number of the install that was begun last.
-        active: The version that all ranks use; None: none, or nobody knows.
-        trying: The version that is being installed.
-        floor: The last one that was active: older ones of its run are refused.
-        rejected: The last install that failed, until that version or a newer one is active.
-    """
-
-    attempt: Number = 0
-    active: VersionRef | None = None
-    trying: VersionRef | None = None
-    floor: VersionRef | None = None
-    rejected: Rejection | None = None
-
-    def entered(self, ref: VersionRef, attempt: int) -> Install:
-        """As an attempt begins: active at nothing."""
-        if ref == self.active:  # its bytes come again
-            return self
-        return self.begun(ref, attempt)
-
-    def begun(self, ref: VersionRef, attempt: int) -> Install:
-        """As an attempt begins that brings other bytes than those which are active."""
-        return Install(attempt, None, ref, self.floor, self.rejected)
-
-    def left(self, ref: VersionRef) -> Install:
-        """As it ends when all ranks have left well, with this content."""
-        later = self.rejected if self.rejected and self.rejected.ref.follows(ref) else None
-        return Install(self.attempt, ref, None, ref, later)
-
-    def refused(self, rejection: Rejection) -> Install:
-        """As it ends when one has left badly."""
-        return Install(self.attempt, None, None, self.floor, rejection)
-
-
-Kind = Literal["agree", "publish", "replicate", "update", "unpublish", "install", "installed"]
+Kind = Literal["agree", "publish", "replicate", "update", "unpublish"]
 
 
 class Said(NamedTuple):
@@ -481,6 +436,22 @@ class Kept(Record, frozen=True):
         return msgspec.structs.replace(known, layout=self.layout, by=by)
 
 
+class Carried(Record, frozen=True):
+    """`carried/<inst>/<feature>` has the value: what one of the ranks knows of it.
+
+    Of those that the ranks of a group bring along, the one with the highest number counts, and of
+    one number the heaviest.
+    """
+
+    value: msgspec.Raw
+    number: Number = 0  # of the last change that took all ranks; 0: there was none
+    weight: Number = 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.number, self.weight
+
+
 class ShardRecord(Record, frozen=True):
     """`shards/<inst>/<rank>`: how to reach one process, and what it brings along. Written once."""
 
@@ -493,7 +464,8 @@ class ShardRecord(Record, frozen=True):
     pending: Number = 0  # the number of the call it is in the middle of
     ready: Call | None = None  # a publication that it did not wait for, as it would end
     answer: str = ""  # what it would have said to be ready for that
-    install: Install | None = None  # None: its replica says nothing of installs
+    knows: list[str] = []  # of the values of features that a call may have in `must`
+    carries: dict[str, Carried] = {}  # by the names of features
 
 
 class SeenRecord(Record, frozen=True):

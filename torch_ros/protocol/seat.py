@@ -61,7 +61,7 @@ class Seat:
     drain_s: float  # how long readers may finish before the source goes on without them
     prefers: str = ""  # the replica whose full copy it reads first, and alone
     leaves: Leaves = NO_LEAVES
-    knows: frozenset[str] = frozenset()  # what a call may ask for in its `must`
+    knows: tuple[tuple[int, frozenset[str]], ...] = ()  # by rank: what a call may have in `must`
     # By their ranks: publications not waited for, and what those would have said to be ready.
     unwaited: tuple[tuple[int, Call, str], ...] = ()
 
@@ -81,6 +81,10 @@ class Seat:
     def own(self) -> tuple[Range, ...]:
         """The records that every step of a call looks at."""
         return (one(self.group), one(self.decisions))
+
+    def knows_first(self, name: str) -> bool:
+        """Whether this rank knows what a call may have in `must` by that name, and none below."""
+        return self.rank == min((rank for rank, known in self.knows if name in known), default=-1)
 
     def done_by(self, call: Call) -> dict[int, str]:
         """The ranks that did not wait for a publication, and show it; and what they say."""

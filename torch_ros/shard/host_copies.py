@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ from torch_ros.protocol import unpublish
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.keys import copy_of
 from torch_ros.protocol.outage import Patience
-from torch_ros.protocol.records import Install, Kept, SeenRecord, ShardRecord, mark
+from torch_ros.protocol.records import Kept, SeenRecord, ShardRecord, mark
 from torch_ros.protocol.seat import Seat
 from torch_ros.protocol.unpublish import CopiedPart
 from torch_ros.shard.room import available_bytes, ranks_here
@@ -41,8 +42,9 @@ log: logging.Logger = log_of(__name__)
 CLOSE_S = 5.0  # a wait for the store looks at least every 2 s whether its handle is closed
 
 
-def shard_of(mailbox: Mailbox, install: Install | None = None) -> ShardRecord:
-    return ShardRecord(socket.gethostname(), os.getpid(), mailbox.card, install=install)
+def shard_of(mailbox: Mailbox, **says: Any) -> ShardRecord:
+    """This process as peers see it; `says`: what features add to the record."""
+    return ShardRecord(socket.gethostname(), os.getpid(), mailbox.card, **says)
 
 
 def seen_here(sign: life.Sign) -> SeenRecord:

@@ -530,7 +530,7 @@ def nothing_to_archive(scene: Scene) -> None:
     scene.play()
 
 
-def given_to_one_rank(scene: Scene) -> None:
+def given_to_one_rank(scene: Scene, has_one: int = 0) -> None:
     """I6: what one rank must do and another one cannot ends the call for both, by name."""
     _with_bucket(scene).archive(98, 70)
 
@@ -547,7 +547,7 @@ def given_to_one_rank(scene: Scene) -> None:
         scene.reach(str(me))
         scene.until(*map(str, scene.processes))
 
-    scene.start("r", read, size=2, bucket=(URL, None))
+    scene.start("r", read, size=2, bucket=(None, URL) if has_one else (URL, None))
     scene.play()
 
 
@@ -571,4 +571,5 @@ SCENES |= named(
     "all corrupt in a bucket": all_corrupt,
     "opens beside a bucket's": opens_beside,
     "a bucket of one rank": given_to_one_rank,
+    "a bucket of the last rank": lambda scene: given_to_one_rank(scene, has_one=1),
 }

@@ -536,18 +536,19 @@ def test_ranks_that_fail_in_two_ways_go_on_by_what_ended_their_call(
 
 
 @memory_only
-def test_a_rank_without_a_bucket_fails_the_call_of_all(archived, opened, pool, url):
+@pytest.mark.parametrize("has_one", [0, 1])
+def test_a_rank_without_a_bucket_fails_the_call_of_all(archived, opened, pool, url, has_one):
     archived(7)
-    options = {"world_size": 2, "ttl_s": TTL_S}
-    with_and_without = [(0, url), (1, None)]
+    options = {"world_size": 2, "ttl_s": TTL_S, "timeout_s": 60}
+    buckets = {rank: url if rank == has_one else None for rank in range(2)}
     handles = list(
-        pool.map(lambda w: opened("r", rank=w[0], bucket=w[1], **options), with_and_without)
+        pool.map(lambda w: opened("r", rank=w[0], bucket=w[1], **options), buckets.items())
     )
     for handle in handles:
         handle.register(zeros())
     calls = [pool.submit(handle.replicate, "latest") for handle in handles]
     for call in calls:
-        with pytest.raises(UsageError, match="without bucket"):
+        with pytest.raises(UsageError, match=rf"rank {1 - has_one} was opened without bucket="):
             call.result()
 
 

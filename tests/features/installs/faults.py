@@ -5,7 +5,8 @@ from faults import fault, instead
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import TorchRosError
-from torch_ros.protocol import records
+from torch_ros.features.installs.records import Install
+from torch_ros.features.installs.rules import own_key
 from torch_ros.store.loops import Done
 
 fault("a replica that has vanished is gone", "installs:TTLS", scenario="wiped while waited")(
@@ -39,7 +40,7 @@ def _(tell, self, rule):
 
 @instead("who left badly is not believed if all seemed well", "reject", scenario="left badly")
 def _(rule, view, seat, attempt, rejection):
-    there = records.Install.at(view, seat.keys.install(seat.inst))
+    there = Install.at(view, own_key(seat))
     if there is not None and there.active is not None:
         return Done(there)
     return rule(view, seat, attempt, rejection)

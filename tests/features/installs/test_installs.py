@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from kit import at_once, until
-from msgspec import structs
 
 import torch_ros.dcp
 from torch_ros.errors import (
@@ -22,8 +21,10 @@ from torch_ros.errors import (
     VersionNotFound,
 )
 from torch_ros.features.installs import installing
+from torch_ros.features.installs.records import NAME, Install, Rejection
+from torch_ros.features.installs.rules import own_key
 from torch_ros.protocol import membership
-from torch_ros.protocol.records import Install, Rejection, ShardRecord, VersionRef
+from torch_ros.protocol.records import ShardRecord, VersionRef
 from torch_ros.store.memory import MemoryKV
 from torch_ros.store.txn import Put, Txn
 
@@ -336,8 +337,8 @@ def test_an_unreadable_record_holds_a_wait_while_its_replica_lives(opened, train
     rollout = engine(opened)
     install(rollout, 1)
     group = rollout._shard.group
-    key = group.seat.keys.install(group.seat.inst)
-    stray = group.seat.keys.install("nobody@0")
+    key = own_key(group.seat)
+    stray = group.seat.keys.carried_at("nobody@0", NAME)
     group.kv.commit(Txn(ops=(Put(stray, b"?"),)), timeout_s=5)
     assert list(trainer.wait_installed(1).active) == ["engine"]
     group.kv.commit(Txn(ops=(Put(key, b"?"),)), timeout_s=5)
@@ -382,6 +383,11 @@ ACTIVE, FAILED = TRYING.left(B), TRYING.refused(Rejection(B, 1, "why"))
 OLD = Install(attempt=1, active=A, floor=A)
 
 
+def _shard(install, *, is_back=False):
+    carries = {} if install is None else {NAME: install.carried}
+    return ShardRecord("h", 1, b"", is_back=is_back, carries=carries)
+
+
 @pytest.mark.parametrize(
     ("ranks_bring", "adopted"),
     [
@@ -394,16 +400,18 @@ OLD = Install(attempt=1, active=A, floor=A)
     ],
 )
 def test_ranks_that_come_back_agree_on_what_their_engine_uses(ranks_bring, adopted):
-    brought = [ShardRecord("h", 1, b"", is_back=True, install=each) for each in ranks_bring]
-    assert membership.adopted_install(brought) == adopted
-    assert membership.adopted_install(brought[::-1]) == adopted
+    brought = [_shard(each, is_back=True) for each in ranks_bring]
+    for shards in (brought, brought[::-1]):
+        there = membership.adopted_values(shards)
+        assert {name: Install.decode(bytes(value), name) for name, value in there.items()} == (
+            {} if adopted is None else {NAME: adopted}
+        )
 
 
 def test_a_fresh_process_is_a_stranger_to_a_group_that_has_begun_an_install():
-    fresh = ShardRecord("h", 1, b"", install=Install())
-    back = ShardRecord("h", 1, b"", is_back=True, install=Install())
+    fresh, back = _shard(Install()), _shard(Install(), is_back=True)
     assert membership._strange([back, fresh]) == []
-    assert membership._strange([structs.replace(back, install=FAILED), fresh]) == [1]
+    assert membership._strange([_shard(FAILED, is_back=True), fresh]) == [1]
 
 
 @only_memory

@@ -76,15 +76,13 @@ def bucket_below(url: str, model: str) -> BucketBelow | None:
 
 def asks_for(below: BucketBelow | None, deadline: Deadline) -> dict[str, Any]:
     """The fields of an applicant for a seat that falls back to that bucket."""
-    if below is None:
-        return {}
-    return {"knows": frozenset({NAME}), "find_former_run": partial(newest_run, below, deadline)}
+    return {} if below is None else {"find_former_run": partial(newest_run, below, deadline)}
 
 
 class FallingBack:
     """One rank's way to the bucket in one call of its caller, over all seats and tries.
 
-    Rank 0 alone waits, lists and decides. Its peers wait for what it decides, and read too.
+    One rank alone waits, lists and decides. Its peers wait for what it decides, and read too.
     """
 
     called: str = "a bucket"
@@ -93,7 +91,7 @@ class FallingBack:
         self._shard, self._below, self._deadline = shard, below, deadline
         self.where: str = below.url
         ledger = shard.group.ledger
-        self._is_open = may_fall_back(spec, ledger, shard.group.seat.rank)
+        self._is_open = may_fall_back(spec, ledger, decides=_decides(shard.group.seat))
         self._asked, self._spec = spec, replace(spec, may_miss=False) if self._is_open else spec
         self._avoided = set[str]()  # manifests of versions that could not be read
         self._standing: int | None = None  # the highest number that the own run has
@@ -127,7 +125,7 @@ class FallingBack:
         self, rule: Callable[..., Step[Call]], view: View, seat: Seat, call: Call
     ) -> Step[Call]:
         step = rule(view, seat, call, spec=self._spec)
-        if not isinstance(step, Wait) or seat.rank or not self._is_open:
+        if not isinstance(step, Wait) or not _decides(seat) or not self._is_open:
             return step
         quiet = self._quiet_of(seat, call.number)
         if not quiet.has_lasted(view, seat, now_s := time.monotonic()):
@@ -284,6 +282,14 @@ def newest_run(below: BucketBelow, deadline: Deadline) -> tuple[int, str]:
         deadline.check(f"the list of {below.url}")
         log.warning("%s; a new run is begun, which is not the bucket's", error)
         return 0, ""
+
+
+def _decides(seat: Seat) -> bool:
+    """Whether this rank does: the first that has a bucket, so that others than rank 0 ask it too.
+
+    Those that have none end the call then, and name the option.
+    """
+    return seat.knows_first(NAME)
 
 
 class _IsHeld(Exception):

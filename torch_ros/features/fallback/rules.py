@@ -28,6 +28,11 @@ TTLS = 2.0  # at least: whoever holds something, and has lost its seat, is back 
 GAP_S = 3.0  # beyond a TTL
 
 
+def knows(bucket: object) -> dict[str, list[str]]:
+    """The field of a shard record by which a rank says so that was given one, and not None."""
+    return {} if bucket is None else {"knows": [NAME]}
+
+
 class Stored(Protocol):
     """A version that a bucket has in full."""
 
@@ -52,14 +57,14 @@ def manifest_of(call: Call) -> str | None:
     return extension(call.must, NAME, str)
 
 
-def may_fall_back(spec: Spec, ledger: Ledger, rank: int) -> bool:
+def may_fall_back(spec: Spec, ledger: Ledger, *, decides: bool) -> bool:
     """Whether a replica may be given a version of a bucket.
 
-    One that has held another's waits for that one's next: its `latest` never goes back. Rank 0
-    decides so, since its peers may have begun later.
+    One that has held another's waits for that one's next: its `latest` never goes back. The rank
+    that decides says so, since its peers may have begun later.
     """
     is_latest = (spec.absolute, spec.back, spec.floor, spec.only) == (None, 0, None, None)
-    return is_latest and ledger.install is None and not (ledger.has_held and rank == 0)
+    return is_latest and not ledger.carries and not (ledger.has_held and decides)
 
 
 def fall_back(view: View, seat: Seat, call: Call, stored: Stored) -> Act[Call]:

@@ -232,8 +232,7 @@ def _moved(
             stays = msgspec.structs.replace(held, is_original=False)
             ops.append(Put(each.lingers, stays.encode(), lease_id))
     # Also what a peer alone still offers: it may take a copy back that this rank has let go.
-    own = (seat.group, seat.decisions, *records_of(view, keys, seat.inst))
-    ops += [Delete(one(key)) for key in own]
+    ops += [*map(Delete, seat.own), *records_of(view, keys, seat.inst)]
     ops.append(Delete(keys.readies(seat.inst, CLOSING)))
     ops.append(Delete(keys.seen_of(seat.replica)))
     same = (seat.group, seat.decisions, *(each.held for each in there))

@@ -23,10 +23,12 @@ from torch_ros.errors import (
 )
 from torch_ros.features.installs import rules
 from torch_ros.features.installs.intake import Intake
+from torch_ros.features.installs.known import Known
+from torch_ros.features.installs.records import NAME, Install, Rejection
 from torch_ros.printable import log_of
 from torch_ros.protocol.call import CLEAN_UP_S, GroupCall
 from torch_ros.protocol.group import GroupTask
-from torch_ros.protocol.records import REASON_MAX, Asked, Install, Rejection, VersionRef
+from torch_ros.protocol.records import REASON_MAX, Asked, VersionRef
 from torch_ros.protocol.versions import Spec, spec_ranges
 from torch_ros.shard.collective import collectively, end_for_peers
 from torch_ros.shard.core import Shard
@@ -45,7 +47,9 @@ class Installs:
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
-        self.intake = Intake(shard) if shard.group.ledger.install is not None else None
+        is_told = NAME in shard.group.applicant.shard.carries
+        self.intake = Intake(shard) if is_told else None
+        self.known = Known(shard.group.ledger, is_told=is_told)
         self.open: Installing | None = None  # not left yet; or never, if Ctrl-C came there
         self.told: Latch = Latch()  # the last rejection is
         self.told.set()
@@ -66,11 +70,11 @@ class Installs:
 
         def change() -> Install:
             seat = group.seat
-            own = one(seat.keys.install(seat.inst))
+            own = one(rules.own_key(seat))
             changing = looking_ahead(partial(rule, seat=seat), (own,), partial(self._see, own))
             steps = settle(deadline.what, (own, *ranges), changing, self._sight)
             found = group.run(steps, deadline)
-            group.ledger.learn_install(found, seat)
+            self.known.learn(found, seat)
             return found
 
         return group.from_seat(change, deadline)
@@ -114,7 +118,7 @@ class Installs:
         keys = shard.group.seat.keys
         deadline = shard.deadline("installs", timeout_s)
         there = shard.group.ask(
-            (keys.installs(),), lambda view: Done(rules.installs_of(view, keys)), deadline
+            (keys.carried(),), lambda view: Done(rules.installs_of(view, keys)), deadline
         )
         self.note(there)
         return there
@@ -190,25 +194,22 @@ class Installing:
         return self._shard.group.seat.rank
 
     def _enter(self, spec: Spec) -> VersionRef:
-        shard, ledger = self._shard, self._shard.group.ledger
+        shard, known = self._shard, self._installs.known
         deadline = shard.deadline(self._asked, self._timeout_s)
         self._installs.told.wait(max(0.0, deadline.left_s()))
-        install = ledger.install
         if shard.is_alone:
-            assert install is not None
-            self._attempt = install.attempt + 1
-            known = self._intake.seen
+            self._attempt = known.install.attempt + 1
+            seen = self._intake.seen
             # The active version's number may be another content's by now.
-            if known and (known.version != spec.absolute or known == install.active):
-                known = None
-            rule = partial(rules.enter_alone, attempt=self._attempt, spec=spec, known=known)
-            ranges = () if known else spec_ranges(shard.group.seat.keys)
+            if seen and (seen.version != spec.absolute or seen == known.install.active):
+                seen = None
+            rule = partial(rules.enter_alone, attempt=self._attempt, spec=spec, known=seen)
+            ranges = () if seen else spec_ranges(shard.group.seat.keys)
             install = self._installs.write(rule, deadline, ranges)
         else:
-            task = GroupTask("install", self._asked, deadline, partial(self._decide, spec))
+            task = GroupTask("update", self._asked, deadline, partial(self._decide, spec))
             shard.make(task)
-            install = ledger.install
-        assert install is not None
+            install = known.install
         self._attempt, ref = install.attempt, install.trying or install.active
         if ref is None:  # it was active, and has been rejected since, perhaps by this very rank
             assert install.rejected is not None
@@ -216,12 +217,11 @@ class Installing:
             raise rules.rejected(install, shard.group.seat, self._ref)
         self._ref = ref
         self._intake.opens()
-        ledger.block = self._end
+        shard.group.ledger.block = self._end
         return ref
 
     def _decide(self, spec: Spec, call: GroupCall) -> None:
-        keys = call.seat.keys
-        ranges = (one(keys.install(call.seat.inst)), *spec_ranges(keys))
+        ranges = (one(rules.own_key(call.seat)), *spec_ranges(call.seat.keys))
         call.decide(ranges, partial(rules.enter, spec=spec))
 
     @property
@@ -262,7 +262,7 @@ class Installing:
             rule = partial(rules.leave_alone, attempt=self._attempt, ref=ref)
             self._installs.write(rule, deadline)
         else:
-            task = GroupTask("installed", self._end, deadline, self._agree)
+            task = GroupTask("agree", self._end, deadline, self._agree)
             ref = shard.make(task)
         self._installs.mine = ref
 
@@ -272,7 +272,7 @@ class Installing:
         if call.ref != ref:
             raise UsageError(f"{self._end}: the ranks have read {call.ref} and {ref}")
         rule = partial(rules.end, seat=seat, call=call.decided, attempt=self._attempt)
-        ranges = (*seat.own, one(seat.keys.install(seat.inst)))
+        ranges = (*seat.own, one(rules.own_key(seat)))
         call.finish("", lambda _: call.conclude(ranges, rule))
         return ref
 
@@ -282,7 +282,7 @@ class Installing:
         Raises:
             UsageError: Another one than was to be installed, several, or a part.
         """
-        shard, mine = self._shard, self._installs.mine
+        mine = self._installs.mine
         assert self._ref is not None
         if torn := sorted({call.what for call in self._intake.torn}):
             raise UsageError(
@@ -296,8 +296,7 @@ class Installing:
                 "that was entered, or nothing if this process had it installed last"
             )
         [ref] = found
-        install = shard.group.ledger.install
-        rules.refuse_older(ref, install.floor if install else None)
+        rules.refuse_older(ref, self._installs.known.install.floor)
         return ref
 
     def fail(self, error: BaseException, *, refuses: bool = True, raises: bool = True) -> None:
@@ -309,14 +308,14 @@ class Installing:
         Raises:
             InstallRejected: This rank's error is another's.
         """
-        shard, ledger = self._shard, self._shard.group.ledger
+        shard = self._shard
         if self._ref is None and not shard.is_alone:
             self._learn()
         found: Rejection | None = None
         if self._attempt:
             mine = self._rejection(error)
             if mine is not None:
-                ledger.left_badly(self._attempt, mine)
+                self._installs.known.left_badly(self._attempt, mine)
             told = self._installs.tell(partial(rules.reject, attempt=self._attempt, rejection=mine))
             found = told.rejected if told and told.attempt == self._attempt else None
             is_first = found is None or (found == mine and found.rank == self._rank)
@@ -334,15 +333,14 @@ class Installing:
         with suppress(TorchRosError):
             deadline = Deadline(f"the end of {self._asked}", CLEAN_UP_S)
             shard.busy(partial(shard.catch_up, deadline), is_member=False)
-        install, found = ledger.install, list(ledger.ended)
         refs = [
             call.ref
-            for call in found
-            if call.kind == "install" and call.number > self._calls_before
+            for call in list(ledger.ended)
+            if call.asked.verb == "install" and call.number > self._calls_before
             if call.outcome is not None and call.outcome.failure is None
         ]
-        if install is not None and refs:
-            self._attempt, self._ref = install.attempt, refs[-1]
+        if refs:
+            self._attempt, self._ref = self._installs.known.install.attempt, refs[-1]
             ledger.block = self._end  # which the peers are in
 
     def _rejection(self, error: BaseException) -> Rejection | None:

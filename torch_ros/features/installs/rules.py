@@ -4,13 +4,14 @@ One record per replica. Each end of an install is a compare-and-swap of it, so t
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
 from torch_ros.errors import BackendError, InstallRejected, SeatLost, UsageError, VersionNotFound
+from torch_ros.features.installs.records import NAME, Install, Rejection
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.calls import conclude, outcome_of
 from torch_ros.protocol.keys import Keys
@@ -19,34 +20,36 @@ from torch_ros.protocol.records import (
     Call,
     Failure,
     GroupRecord,
-    Install,
     Outcome,
-    Rejection,
     VersionRecord,
     VersionRef,
 )
 from torch_ros.protocol.seat import Seat, find, own_group, recorded
 from torch_ros.protocol.versions import Spec, resolve
 from torch_ros.store.loops import Act, Done, Step, Wait
-from torch_ros.store.txn import Put, Range, Txn, View, one
+from torch_ros.store.txn import Entry, Put, Range, Txn, View, one
 
 # The own record
 
 
+def own_key(seat: Seat) -> str:
+    return seat.keys.carried_at(seat.inst, NAME)
+
+
 def _own(view: View, seat: Seat) -> Install:
-    there = Install.at(view, seat.keys.install(seat.inst))
+    there = Install.at(view, own_key(seat))
     if there is None:  # it goes with the group
         raise SeatLost(seat.replica, "its install record is gone")
     return there
 
 
 def _put(view: View, seat: Seat, new: Install) -> Put:
-    key = seat.keys.install(seat.inst)
+    key = own_key(seat)
     return Put(key, new.encode(), view.entries[key].lease_id)
 
 
 def _changed(view: View, seat: Seat, new: Install) -> Act[Install]:
-    same = view.unchanged(seat.keys.install(seat.inst))
+    same = view.unchanged(own_key(seat))
     return Act(Txn((same,), (_put(view, seat, new),)), lambda _: new)
 
 
@@ -92,7 +95,7 @@ def enter(view: View, seat: Seat, call: Call, spec: Spec) -> Step[Call]:
         view,
         seat,
         decided,
-        (view.unchanged(seat.keys.install(seat.inst)),),
+        (view.unchanged(own_key(seat)),),
         (_put(view, seat, new),),
     )
 
@@ -104,7 +107,7 @@ def enter_alone(
     there = _own(view, seat)
     ref = known or _wanted(view, seat, spec, there.floor)
     if isinstance(ref, Wait):
-        return Wait(ref.reason, (*ref.ranges, one(seat.keys.install(seat.inst))))
+        return Wait(ref.reason, (*ref.ranges, one(own_key(seat))))
     refuse_older(ref, there.floor)
     is_done = there.attempt == attempt or ref == there.active
     return Done(there) if is_done else _changed(view, seat, there.entered(ref, attempt))
@@ -125,7 +128,7 @@ def end(view: View, seat: Seat, call: Call, attempt: int) -> Step[Outcome]:
     assert ref is not None
     if there.attempt == attempt and (there.trying or there.active == ref):
         new = there.left(ref)
-        same = (view.unchanged(seat.keys.install(seat.inst)),)
+        same = (view.unchanged(own_key(seat)),)
         return conclude(view, seat, current, Outcome(), same, (_put(view, seat, new),))
     failure = Failure.of(rejected(there, seat, ref), replica="", call=0, rank=seat.rank)
     return conclude(view, seat, current, Outcome(failure))
@@ -170,7 +173,7 @@ def installs_of(view: View, keys: Keys) -> dict[str, Install]:
     One without a lease was put by hand. It counts if the view shows the group that it is of.
     """
     found: dict[str, tuple[int, Install]] = {}
-    for key, inst, entry in keyed(view.within(keys.installs()), k.parse_install):
+    for key, inst, entry in _there(view, keys):
         if not entry.lease_id and not _is_living(view, keys, inst):
             continue
         try:
@@ -184,6 +187,13 @@ def installs_of(view: View, keys: Keys) -> dict[str, Install]:
     return {replica: install for replica, (_, install) in found.items()}
 
 
+def _there(view: View, keys: Keys) -> Iterator[tuple[str, str, Entry]]:
+    """Each one's key, and the incarnation that it is of."""
+    for key, (inst, feature), entry in keyed(view.within(keys.carried()), k.parse_carried):
+        if feature == NAME:
+            yield key, inst, entry
+
+
 def _is_living(view: View, keys: Keys, inst: str) -> bool:
     group = keys.group(k.replica_of(inst))
     found = readable(view.seen(one(group)), k.parse_group, GroupRecord)
@@ -192,9 +202,10 @@ def _is_living(view: View, keys: Keys, inst: str) -> bool:
 
 def put_by_hand(view: View, keys: Keys) -> frozenset[str]:
     """The keys of the groups that records without a lease seem to be of."""
-    there = keyed(view.within(keys.installs()), k.parse_install)
     return frozenset(
-        keys.group(k.replica_of(inst)) for _, inst, entry in there if not entry.lease_id
+        keys.group(k.replica_of(inst))
+        for _, inst, entry in _there(view, keys)
+        if not entry.lease_id
     )
 
 
@@ -209,7 +220,7 @@ class Goal:
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        return (self.keys.installs(), one(self.keys.version(self.run, self.version)))
+        return (self.keys.carried(), one(self.keys.version(self.run, self.version)))
 
     def answers(
         self, replicas: Mapping[str, Install]
