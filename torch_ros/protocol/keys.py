@@ -6,11 +6,15 @@ Anybody may have written a key that is found: the parsers give None for one that
 
 import re
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 from urllib.parse import quote, unquote
 
 from torch_ros.store.txn import Range, under
+
+T = TypeVar("T")
 
 ROOT = "/torch-ros"
 EVERY_MODEL = under(f"{ROOT}/")
@@ -281,85 +285,10 @@ class Keys:
         return f"{self.root}/readers/{_name(run)}/{version:0{VERSION_DIGITS}d}/{source}"
 
 
-@lru_cache(4096)  # a view is parsed again and again
-def parse_run(key: str) -> str | None:
-    match key.split("/"):
-        case ["", _, _, "runs", run]:
-            return _unquoted(run)
-    return None
-
-
 def parse_model(key: str) -> str | None:
     match key.split("/"):
         case ["", _, model, _, *_]:
             return _unquoted(model)
-    return None
-
-
-@lru_cache(4096)
-def parse_version(key: str) -> tuple[str, int] | None:
-    """(run, version) of a `versions/` key."""
-    match key.split("/"):
-        case ["", _, _, "versions", run, version]:
-            return _version(run, version)
-    return None
-
-
-@lru_cache(4096)
-def parse_holding(key: str) -> HoldingKey | None:
-    match key.split("/"):
-        case ["", _, _, "holdings", run, version, datacenter, inst] if _is_inst(inst):
-            where, there = _version(run, version), _unquoted(datacenter)
-            return HoldingKey(*where, there, inst) if where and there else None
-    return None
-
-
-@lru_cache(4096)
-def parse_reader(key: str) -> tuple[str, str, str] | None:
-    """(source, reader, "group" or rank) of a `readers/` key."""
-    match key.split("/"):
-        case ["", _, _, "readers", run, version, source, reader, who]:
-            is_whole = _version(run, version) and _is_inst(source) and _is_inst(reader)
-            is_rank = who == "group" or _number(who, RANK_DIGITS) is not None
-            return (source, reader, who) if is_whole and is_rank else None
-    return None
-
-
-def parse_group(key: str) -> str | None:
-    match key.split("/"):
-        case ["", _, _, "groups", replica]:
-            return _unquoted(replica)
-    return None
-
-
-def parse_retain(key: str) -> str | None:
-    """The replica whose `retains/` key this is."""
-    match key.split("/"):
-        case ["", _, _, "retains", datacenter, replica] if _unquoted(datacenter):
-            return _unquoted(replica)
-    return None
-
-
-def parse_suspect(key: str) -> str | None:
-    match key.split("/"):
-        case ["", _, _, "suspects", source, reader] if _is_inst(source) and _is_inst(reader):
-            return source
-    return None
-
-
-def parse_carried(key: str) -> tuple[str, str] | None:
-    """(incarnation, feature) of a `carried/` key."""
-    match key.split("/"):
-        case ["", _, _, "carried", inst, feature] if _is_inst(inst):
-            return (inst, name) if (name := _unquoted(feature)) else None
-    return None
-
-
-def parse_archive(key: str) -> str | None:
-    """The archiver whose `archives/` key this is."""
-    match key.split("/"):
-        case ["", _, _, "archives", replica]:
-            return _unquoted(replica)
     return None
 
 
@@ -368,24 +297,6 @@ def parse_rank(key: str) -> int | None:
     match key.split("/"):
         case ["", _, _, "shards" | "begun", _, rank] | ["", _, _, "ready", _, _, rank]:
             return _number(rank, RANK_DIGITS)
-    return None
-
-
-def parse_shard(key: str) -> str | None:
-    """The incarnation, or copy, one of whose `shards/` keys this is."""
-    match key.split("/"):
-        case ["", _, _, "shards", inst, rank] if _is_inst(inst):
-            return inst if _number(rank, RANK_DIGITS) is not None else None
-    return None
-
-
-def parse_seen(key: str) -> tuple[str, int] | None:
-    """(replica, rank) of a `seen/` key."""
-    match key.split("/"):
-        case ["", _, _, "seen", slot, replica, rank]:
-            name, number = _unquoted(replica), _number(rank, RANK_DIGITS)
-            if name is not None and number is not None and slot == _slot_of(name):
-                return name, number
     return None
 
 
@@ -413,3 +324,66 @@ def _number(text: str, digits: int) -> int | None:
 
 def _is_inst(text: str) -> bool:
     return bool(re.fullmatch(r"[\w.~%+-]+@[\w.~%+-]+", text, re.ASCII))
+
+
+def _holding(run: str, version: str, datacenter: str, inst: str) -> HoldingKey | None:
+    where, there = _version(run, version), _unquoted(datacenter)
+    return HoldingKey(*where, there, inst) if where and there and _is_inst(inst) else None
+
+
+def _reader(
+    run: str, version: str, source: str, inst: str, who: str
+) -> tuple[str, str, str] | None:
+    is_whole = _version(run, version) and _is_inst(source) and _is_inst(inst)
+    is_rank = who == "group" or _number(who, RANK_DIGITS) is not None
+    return (source, inst, who) if is_whole and is_rank else None
+
+
+def _seen(slot: str, replica: str, rank: str) -> tuple[str, int] | None:
+    name, number = _unquoted(replica), _number(rank, RANK_DIGITS)
+    if name is None or number is None or slot != _slot_of(name):
+        return None
+    return name, number
+
+
+def _carried(inst: str, feature: str) -> tuple[str, str] | None:
+    name = _unquoted(feature)
+    return (inst, name) if name and _is_inst(inst) else None
+
+
+def _retaining(datacenter: str, replica: str) -> str | None:
+    return _unquoted(replica) if _unquoted(datacenter) else None
+
+
+def _suspected(source: str, reader: str) -> str | None:
+    return source if _is_inst(source) and _is_inst(reader) else None
+
+
+def _shard(inst: str, rank: str) -> str | None:
+    return inst if _is_inst(inst) and _number(rank, RANK_DIGITS) is not None else None
+
+
+def _parser(folder: str, count: int, parse: Callable[..., T | None]) -> Callable[[str], T | None]:
+    """`parse` of the `count` parts that a key has below a folder; None: it is another one's."""
+
+    @lru_cache(4096)  # a view is parsed again and again
+    def parsed(key: str) -> T | None:
+        match key.split("/"):
+            case ["", _, _, there, *parts] if there == folder and len(parts) == count:
+                return parse(*parts)
+        return None
+
+    return parsed
+
+
+parse_run = _parser("runs", 1, _unquoted)
+parse_version = _parser("versions", 2, _version)  # run, version
+parse_holding = _parser("holdings", 4, _holding)
+parse_reader = _parser("readers", 5, _reader)  # source, reader, "group" or rank
+parse_group = _parser("groups", 1, _unquoted)
+parse_retain = _parser("retains", 2, _retaining)  # the replica
+parse_suspect = _parser("suspects", 2, _suspected)  # the source
+parse_carried = _parser("carried", 2, _carried)  # incarnation, feature
+parse_archive = _parser("archives", 1, _unquoted)  # the archiver
+parse_shard = _parser("shards", 2, _shard)  # the incarnation, or copy
+parse_seen = _parser("seen", 3, _seen)  # replica, rank
