@@ -11,10 +11,10 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import ContractBroken, CutOff, ManifestMismatch, UsageError
 from torch_ros.printable import log_of
 from torch_ros.protocol import calls
-from torch_ros.protocol.call import GroupCall
+from torch_ros.protocol.call import Effects, GroupCall
 from torch_ros.protocol.group import GroupTask
-from torch_ros.protocol.records import Asked, Call, Outcome
-from torch_ros.protocol.seat import Seat, recorded
+from torch_ros.protocol.records import Asked, Outcome
+from torch_ros.protocol.seat import recorded
 from torch_ros.protocol.versions import Spec, check_version, resolve, shows_all, spec_ranges
 from torch_ros.shard.beginnings import Beginning
 from torch_ros.shard.collective import collectively
@@ -203,14 +203,14 @@ def agree(
     asked: Asked,
     deadline: Deadline,
     check: Callable[[], str],
-    effects: Callable[[View, Seat, Call], Step[Call]] = recorded,
+    effects: Effects | None = None,
     store_wait_s: float | None = None,
 ) -> str:
-    """Go on with `asked` only if a check passes on every rank.
+    """Go on with `asked` only if a check passes on every rank. One rank alone asks nobody.
 
     Args:
         check: This rank's own; a rank that is cut off from etcd asks nobody else.
-        effects: Decides by the records of the run's versions whether the ranks may go on.
+        effects: Decides by the records of the run's versions whether the ranks may go on, or one.
 
     Returns:
         What all ranks say; "" if they differ.
@@ -219,13 +219,15 @@ def agree(
     def perform(call: GroupCall) -> str:
         answer = check()
         keys, run = call.seat.keys, call.seat.run
-        call.decide((keys.versions(run), keys.holdings(run)), effects)
+        call.decide((keys.versions(run), keys.holdings(run)), effects or recorded)
         call.finish(answer, lambda said: call.complete(Outcome(said=unanimous(said.values()))))
         return call.said
 
     def unseated(_: GroupCall) -> str:
         return check()
 
+    if shard.is_alone and effects is None:
+        return check()
     return shard.make(GroupTask("agree", asked.check, deadline, perform, store_wait_s, unseated))
 
 
@@ -393,8 +395,6 @@ class Load(Target):
     def _agree(self) -> str:
         if self._request.target is not None:
             return self._request.target.answer
-        if self._shard.is_alone:
-            return self._check_now()
         return agree(self._shard, self._request.asked, self._deadline, self._check_now)
 
     def _check_now(self) -> str:
