@@ -30,6 +30,7 @@ from harness import etcd_at
 from report import Row, machine, table
 
 from torch_ros.deadline import Deadline
+from torch_ros.protocol import calls as rules
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.claimed import ClaimedSources
 from torch_ros.protocol.group import Group, GroupTask
@@ -143,7 +144,7 @@ def publish(group: Group, version: int) -> VersionRef:
 
 def replicate(group: Group, reading: Callable[[], None] = lambda: None) -> VersionRef:
     def body(call: GroupCall) -> VersionRef:
-        call.decide_to_read(LATEST, is_relay=True)
+        call.decide_and_claim(partial(rules.replicate, spec=LATEST, is_relay=True))
         ClaimedSources(call).read(lambda _: reading())
         end(call)
         return call.ref

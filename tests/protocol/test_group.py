@@ -142,6 +142,11 @@ def publish(group, version, layout="L", timeout_s=5, summing_up=lambda: None):
     return group.make(GroupTask("publish", asked, Deadline("publish", timeout_s), body))
 
 
+def decide_to_read(call, version="latest", *, is_relay=True):
+    rule = partial(calls.replicate, spec=Spec.parse(version), is_relay=is_relay)
+    call.decide_and_claim(rule)
+
+
 def replicate(
     group,
     version="latest",
@@ -153,7 +158,7 @@ def replicate(
     asked = Asked("replicate", version)
 
     def body(call):
-        call.decide_to_read(Spec.parse(version), is_relay=whole.is_required)
+        decide_to_read(call, version, is_relay=whole.is_required)
         if not call.has_ended:
             ClaimedSources(call).read(lambda _: pause())
             finish(call, layout, whole)
@@ -576,7 +581,7 @@ def test_what_an_earlier_decision_would_have_brought_is_not_held(store):
     may_hold = []
 
     def body(call):
-        call.decide_to_read(Spec.parse("latest"), is_relay=True)
+        decide_to_read(call)
         may_hold.append(call.may_hold)
         if len(may_hold) == 1:
             call.finish("L", lambda _: None)

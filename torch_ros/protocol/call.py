@@ -24,7 +24,7 @@ from torch_ros.printable import log_of
 from torch_ros.protocol import calls, meeting, sources, unpublish
 from torch_ros.protocol.calls import SourceTerms
 from torch_ros.protocol.keys import family
-from torch_ros.protocol.ledger import Attempt
+from torch_ros.protocol.ledger import Attempt, BeginsAgain
 from torch_ros.protocol.life import WAS_READY, CallEvent
 from torch_ros.protocol.meeting import Meeting, Missed
 from torch_ros.protocol.records import (
@@ -43,7 +43,7 @@ from torch_ros.protocol.records import (
 from torch_ros.protocol.seat import Seat
 from torch_ros.protocol.seating import Seating
 from torch_ros.protocol.sources import Claimed, Source
-from torch_ros.protocol.versions import Spec, first_holders
+from torch_ros.protocol.versions import first_holders
 from torch_ros.store.loops import Done, Step, WaitAtMost, looking_ahead, settle
 from torch_ros.store.run import run
 from torch_ros.store.session import Session
@@ -234,34 +234,26 @@ class GroupCall(Attempt):
         ahead = (one(keys.version(run, version)), one(own), first_holders(keys, run, version))
         self.decide(calls.publish_ranges(self.seat), effects, ahead)
 
-    def decide_to_read(
-        self, spec: Spec, *, is_relay: bool, sources_max: int = 1, avoided: Collection[str] = ()
-    ) -> None:
-        """Decide which version; then claim a source of it, or up to `sources_max` idle ones.
-
-        Args:
-            avoided: Sources whose bytes were wrong: others come first.
-        """
-        effects = partial(calls.replicate, spec=spec, is_relay=is_relay)
-        self.decide_and_claim(effects, sources_max=sources_max, avoided=avoided)
-
     def decide_and_claim(
         self, effects: Effects, *, sources_max: int = 1, avoided: Collection[str] = ()
     ) -> None:
-        """Decide which version, by this rule, and claim a source of it."""
-        while not self.has_ended:
+        """Decide which version, by this rule; then claim a source of it, or several idle ones.
+
+        Args:
+            sources_max: How many.
+            avoided: Sources whose bytes were wrong: others come first.
+        """
+        if not self.has_ended:
             self.decide(calls.replicate_ranges(self.seat), effects)
-            if self.has_ended or self.decided.sources or self.decided.must:
-                return
-            claimed = self.settle(*_claiming(self, sources_max, avoided), first=self.seen)
-            if claimed is None:
-                self.begins_again("lost race", "the version went away before it was claimed")
-                continue
-            self._call, self.attached = claimed.call, dict(claimed.attached)
-            self.brings(claimed.call.ref)  # none, if it ended before anything was decided
-            if self._call.outcome is not None:
-                self._finish(self._call.outcome)
+        if self.has_ended or self.decided.sources or self.decided.must:
             return
+        claimed = self.settle(*_claiming(self, sources_max, avoided), first=self.seen)
+        if claimed is None:
+            raise BeginsAgain("lost race", "the version went away before it was claimed")
+        self._call, self.attached = claimed.call, dict(claimed.attached)
+        self.brings(claimed.call.ref)  # none, if it ended before anything was decided
+        if self._call.outcome is not None:
+            self._finish(self._call.outcome)
 
     def finish(self, value: str, sum_up: SumUp, *, is_unproven: bool = False) -> None:
         """This rank is ready, and says `value`. Returns when all are, and the call has ended.

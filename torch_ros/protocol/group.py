@@ -16,6 +16,7 @@ from torch_ros.protocol import calls
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.call import CLEAN_UP_S, GroupCall, clean_up
 from torch_ros.protocol.keys import Keys
+from torch_ros.protocol.ledger import BeginsAgain
 from torch_ros.protocol.life import IS_UNWAITED, CallLife
 from torch_ros.protocol.meeting import Missed
 from torch_ros.protocol.outage import Patience
@@ -38,7 +39,7 @@ class GroupTask(Generic[T]):
     """One rank's part in a call of its group.
 
     Args:
-        perform: Makes the call; once more each time the seat was lost meanwhile.
+        perform: Makes the call; once more each time it begins again.
         store_wait_s: How long to wait for etcd; then `unseated` stands in for `perform`. None: as
             long as the deadline allows.
         unseated: Does this rank's part without etcd. None: nothing can.
@@ -87,11 +88,8 @@ class Group(Seating):
                         continue
                     try:
                         return task.perform(call)
-                    except SeatLost as lost:
-                        self._seat_lost(call, lost)
-                    except Missed as missed:
-                        self._missed(call, missed)
-                        call = None
+                    except (SeatLost, Missed, BeginsAgain) as why:
+                        call = self._again(call, why)
             except Missed:
                 raise
             except BaseException as error:
@@ -103,24 +101,33 @@ class Group(Seating):
             finally:
                 self.ledger.made(call)
 
-    def _seat_lost(self, call: GroupCall, lost: SeatLost) -> None:
-        """Take the seat again, to make the call from it. Raises: SeatLost: It is not made again."""
-        self.fence(lost, call.session)
-        if call.has_ended or isinstance(lost, Fenced):
-            raise lost
-        call.begins_again("lost seat", lost.reason)
+    def _again(self, call: GroupCall, why: SeatLost | Missed | BeginsAgain) -> GroupCall | None:
+        """The call, which is made again; None: another one is made, under the next number.
 
-    def _missed(self, call: GroupCall, missed: Missed) -> None:
-        """Go on with the next number. Raises: Missed: By what the caller's call begins anew."""
-        if missed.call.kind == "unpublish":
-            raise missed
-        log.warning(
-            "replica %r: this rank did not make call %d, %r, which has ended; going on",
-            self.seat.replica,
-            missed.call.number,
-            f"{missed.call.asked}",
-        )
-        self.ledger.made(call)
+        Raises:
+            SeatLost: It is not made again.
+            Missed: The caller's call begins anew.
+        """
+        match why:
+            case SeatLost():
+                self.fence(why, call.session)
+                if call.has_ended or isinstance(why, Fenced):
+                    raise why
+                call.begins_again("lost seat", why.reason)
+            case BeginsAgain():
+                call.begins_again(why.why, why.what)
+            case Missed():
+                if why.call.kind == "unpublish":
+                    raise why
+                log.warning(
+                    "replica %r: this rank did not make call %d, %r, which has ended; going on",
+                    self.seat.replica,
+                    why.call.number,
+                    f"{why.call.asked}",
+                )
+                self.ledger.made(call)
+                return None
+        return call
 
     def _begun(
         self, call: GroupCall | None, task: GroupTask[T]

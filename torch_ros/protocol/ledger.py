@@ -63,6 +63,14 @@ class Standing:
         return (SeatLost if self.state == "away" else Fenced)(replica, self.reason)
 
 
+class BeginsAgain(Exception):
+    """The call is made again, from where it begins, under its number."""
+
+    def __init__(self, why: Turn, what: str) -> None:
+        super().__init__(why, what)
+        self.why, self.what = why, what
+
+
 class Attempt(ABC):
     """One rank's attempt at a call, as its ledger knows it."""
 
