@@ -43,7 +43,7 @@ ARROWS = {  # folder -> what it may import besides itself, the ground and the st
     "checkpoints": {"public", "weights", "torch"},
     "bucket": {"checkpoints", "codec", "public", "weights", "torch", "numpy", "msgspec"},
     "fleet": {"features", "protocol", "store"},
-    "metrics": {"bucket", "fleet", "protocol", "shard"},
+    "metrics": {"bucket", "features", "fleet", "protocol", "shard"},
     "cli": {
         "bucket",
         "checkpoints",
