@@ -921,3 +921,22 @@ def test_a_rank_ignores_what_it_does_not_know_of_a_call_unless_it_must_know_it(s
     ):
         assert isinstance(error, UsageError)
         assert "was opened without new=..." in str(error)
+
+
+def test_a_seat_that_is_lost_while_no_thread_is_to_be_had_is_taken_again_later(store, monkeypatch):
+    group = store.join("r", ttl_s=2)
+    left, start = ["seats", "seats", "watches"], threading.Thread.start
+
+    def refuse(thread):
+        if left and thread.name.startswith(f"torch_ros {left[0]}"):
+            left.pop(0)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    store.kv.revoke(group.session.lease_id, timeout_s=5)
+    until(lambda: not left)
+    watch = f"torch_ros watches {group.seat.inst}"
+    until(lambda: watch in [thread.name for thread in threading.enumerate()])
+    assert (group.state, group.ledger.seats_lost) == ("seated", 1)
+    assert group.session.is_valid()

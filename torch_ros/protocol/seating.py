@@ -95,7 +95,7 @@ class Seating:
                 left_behind = applicant.shared_nonce
             else:
                 break
-        taking.fence = seating.fence
+        taking.fence = seating.fence_at_last
         if not taking.session.is_valid():  # lost before there was anybody to tell
             reason = "its lease ended while it joined"
             seating.fence(SeatLost(applicant.replica, reason), taking.session)
@@ -203,7 +203,9 @@ class Seating:
     # Watching over a neighbour
 
     def _watch(self) -> None:
-        self.start(f"torch_ros watches {self.seat.inst}", partial(self._watch_over, self.seat))
+        seat = self.seat
+        watch_over = partial(self._watch_over, seat, self.session)
+        self.start(f"torch_ros watches {seat.inst}", watch_over)
 
     def start(self, name: str, target: Callable[[], None]) -> None:
         """A thread that `close` waits for, a little."""
@@ -212,7 +214,7 @@ class Seating:
             self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
             thread.start()
 
-    def _watch_over(self, seat: Seat) -> None:
+    def _watch_over(self, seat: Seat, session: Session) -> None:
         forever = Deadline(f"watching over replica {seat.replica!r}", math.inf)
         ranges: tuple[Range, ...] = (one(seat.group), one(membership.follower(seat)))
 
@@ -240,8 +242,7 @@ class Seating:
                 self.pause()
                 continue
             break
-        if self.seat is seat:
-            self.fence(lost)
+        self.fence_at_last(lost, session)
 
     def _surprised(self, what: str, error: Exception) -> None:
         """A mistake of ours must not end a thread that nothing replaces. Each kind is said once."""
@@ -261,6 +262,17 @@ class Seating:
         self.start(f"torch_ros seats {self.seat.replica}", leave)
         while not is_done.wait(RETRY_S):
             pass
+
+    def fence_at_last(self, lost: SeatLost, session: Session) -> None:
+        """As `fence`, by a thread of ours, which nobody calls again if it fails."""
+        while True:
+            try:
+                self.fence(lost, session)
+            except RuntimeError:  # no thread is to be had: a container allows so many
+                if self._closing.wait(RETRY_S):
+                    return
+            else:
+                return
 
     def _leave_seat(self, lost: SeatLost, session: Session | None, is_done: Latch) -> None:
         try:
@@ -289,11 +301,14 @@ class Seating:
     def _come_back(self) -> None:
         """Take this rank's seat again, for as long as that takes; until close."""
         self.session.close()
-        pause_s = 0.0
+        pause_s, is_back = 0.0, False
         while not self._closing.wait(pause_s):
             pause_s = RETRY_S
             try:
-                self._take_seat_again()
+                if not is_back:
+                    self._take_seat_again()
+                    is_back = True
+                self._watch()
             except SeatLost as lost:
                 if isinstance(lost, Fenced):
                     with self.ledger.lock:
@@ -322,7 +337,7 @@ class Seating:
         outage.alone_since_s = None
         what = f"taking the seat of replica {applicant.replica!r} again"
         deadline = Deadline(what, math.inf, check_open=self.ledger.check_open)
-        taking = _Taking(self.kv, applicant, deadline, self.fence)
+        taking = _Taking(self.kv, applicant, deadline, self.fence_at_last)
         with self.ledger.lock:
             outage.alone_since_s, outage.is_away = time.monotonic(), False
             shard, told = self.ledger.brought(applicant.shard)
@@ -353,7 +368,6 @@ class Seating:
             seat.inst,
             self._reminder.lasts_s,
         )
-        self._watch()
 
     # Giving the seat up
 
