@@ -298,3 +298,17 @@ def test_closing_the_store_first_is_quiet(kv, open_session):
     assert session.lost.empty()
     with pytest.raises(ClosedError):
         kv.read(Read((EVERYTHING,)), timeout_s=1)
+
+
+def test_a_session_that_gets_no_thread_leaves_no_lease(monkeypatch):
+    kv = MemoryKV()
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    revoked = []
+    monkeypatch.setattr(kv, "revoke", lambda lease_id, timeout_s: revoked.append(lease_id))
+    with pytest.raises(RuntimeError, match="new thread"):
+        Session(kv, ttl_s=5, on_lost=revoked.append, name="r")
+    assert len(revoked) == 1

@@ -316,8 +316,9 @@ class Seating:
                         self._settled.set()
                     log.warning("%s", lost)
                     return
-            except (BackendError, NotAvailable) as error:
-                self._outage.is_away = True
+            except (BackendError, NotAvailable, RuntimeError) as error:
+                # RuntimeError: no thread is to be had, since a container allows so many.
+                self._outage.is_away = not isinstance(error, RuntimeError)
                 if self._reminder.is_due():
                     log.warning(
                         "replica %r cannot take its seat, for %.0f s now: %s",

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from torch_ros.errors import AccessDenied, StoreUnavailable, TorchRosError
 from torch_ros.printable import log_of
@@ -63,7 +64,12 @@ class Session:
         self._is_lost = False
         self._closing = Latch()
         self._thread = threading.Thread(target=self._run, name=f"session {name}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no thread is to be had: nobody would renew the lease
+            with suppress(TorchRosError):
+                kv.revoke(self.lease_id, timeout_s=CLOSE_S)
+            raise
 
     def is_valid(self, margin_s: float = 0.0) -> bool:
         """Whether the lease is certainly alive, and will be for `margin_s` more."""
