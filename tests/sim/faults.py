@@ -59,7 +59,6 @@ from torch_ros.store.txn import (
     Txn,
     Unchanged,
     View,
-    one,
 )
 from torch_ros.transfer import feed
 from torch_ros.transfer.card import ALL_BLOCKS
@@ -1039,7 +1038,7 @@ def _(rule, view, seat, note_lease_id):
     step = rule(view, seat, note_lease_id)
     if isinstance(step, Done):
         return step
-    known = (Delete(one(key)) for key in membership.records_of(view, seat.keys, seat.inst))
+    known = membership.records_of(view, seat.keys, seat.inst)
     return Act(Txn(step.txn.guards, (step.txn.ops[0], *known)), step.then)
 
 

@@ -202,6 +202,15 @@ def test_a_bucket_that_does_not_answer_holds_up_no_open(opened, url, monkeypatch
         stays.set()
 
 
+@memory_only
+def test_the_lineage_that_has_ended_is_passed_over(archived, begun):
+    run = archived(3, 4)
+    archived(3, run=run)
+    reader, mine = begun()
+    assert reader.replicate("latest") == 3
+    assert (mine["w"] == 3).all()
+
+
 @pytest.mark.long
 def test_no_bucket_is_asked_while_etcd_is_away(etcd_server, url, served, caplog, patient):
     options = {"endpoint": f"etcd://{etcd_server.host}", "ttl_s": TTL_S}
