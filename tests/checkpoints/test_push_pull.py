@@ -341,6 +341,8 @@ ODD = {
     "nothing": '{"weight_map": null}',
     "a list of all": "[]",
     "deep": '{"weight_map":' + "[" * 10**5,
+    "twice": '{"weight_map": {"w": "a.safetensors", "w": "b.safetensors"}}',
+    "no number": '{"metadata": NaN, "weight_map": {"w": "a.safetensors"}}',
     "digits": '{"metadata": ' + "9" * 5000 + ', "weight_map": {"w": "a.safetensors"}}',
     "half a character": '{"weight_map": {"w": "\\ud800.safetensors"}}',
     "above": '{"weight_map": {"w": ".."}}',

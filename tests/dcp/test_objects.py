@@ -27,6 +27,9 @@ from torch_ros.errors import UntrustedObject, reason
 class Colour(enum.Enum):
     RED = 1
 
+    def __reduce_ex__(self, _):
+        return Colour, (self.value,)  # as newer Pythons do: older ones take it by getattr
+
 
 def saved(value):
     stream = io.BytesIO()

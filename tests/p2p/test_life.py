@@ -83,10 +83,10 @@ def test_a_process_that_proc_hides_is_not_said_to_be_gone(child, monkeypatch):
     told = of(child)
     read_text = Path.read_text
 
-    def hidden(path):
+    def hidden(path, **options):
         if str(path) == f"/proc/{child.pid}/stat":
             raise PermissionError
-        return read_text(path)
+        return read_text(path, **options)
 
     monkeypatch.setattr(Path, "read_text", hidden)
     assert life.look(child.pid, told) == "hidden"

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -106,7 +107,7 @@ def _index(path: Path) -> Mapping[str, str]:
     try:
         if not path.is_file() or path.stat().st_size > INDEX_BYTES_MAX:
             raise ValueError(f"expected a file of at most {INDEX_BYTES_MAX >> 20} MiB")
-        found = json.loads(path.read_text("utf-8"))
+        found = json.loads(path.read_text("utf-8"), object_pairs_hook=_once, parse_constant=_refuse)
         index: dict[str, str] = found["weight_map"]
         if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
             raise ValueError("expected its weight_map to name a file for each tensor")
@@ -116,6 +117,17 @@ def _index(path: Path) -> Mapping[str, str]:
     if outside := [file for file in index.values() if file in odd or Path(file).name != file]:
         raise UsageError(f"{path} names {outside[0]!r}: expected files of its own folder")
     return index
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> Mapping[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name comes twice")
+    return found
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def _tensors(path: Path) -> Mapping[str, torch.Tensor]:
