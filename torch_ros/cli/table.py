@@ -13,6 +13,8 @@ Row = Sequence[str]
 def table(header: Row, rows: Sequence[Row], width: int | None) -> Iterator[str]:
     """The lines of a table; cells that do not fit are folded, between words where that suffices.
 
+    A folded cell whose characters are two cells wide may stick out.
+
     Args:
         width: None: as wide as it has to be; a row is a line.
     """
@@ -50,5 +52,7 @@ def _longest(texts: Sequence[str]) -> int:
 
 def _width(text: str) -> int:
     """In cells of a terminal, of which some characters take two and some none."""
+    if text.isascii():
+        return len(text)
     wide = sum(unicodedata.east_asian_width(character) in "WF" for character in text)
     return len(text) + wide - sum(map(bool, map(unicodedata.combining, text)))
