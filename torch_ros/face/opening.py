@@ -149,9 +149,9 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         bucket: The URL of a bucket that `torch-ros archive` writes this model's versions to. When
             nobody has held any version for 2 to 3 `ttl_s`, a `replicate` or `update` of "latest"
             reads the newest one that the bucket has in full and that fits, and this replica serves
-            it to the others. Not once this handle has held a version of another origin. Rank 0
-            decides; all ranks are given the same. Takes the extra `bucket`. None: the environment's
-            TORCH_ROS_BUCKET, else, and with "", nothing is read from a bucket.
+            it to the others. Not once this handle has held a version of another origin. One
+            rank decides; all ranks are given the same. Takes the extra `bucket`. None: the
+            environment's TORCH_ROS_BUCKET, else, and with "", nothing is read from a bucket.
         retain: Versions that shall not be lost while this replica is there: "latest", "latest-1",
             ..., or a number. The replica that unpublishes the last copy outside spot
             replicas copies it to host memory first, where it stays until another replica has it

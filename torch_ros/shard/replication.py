@@ -67,7 +67,7 @@ class Target:
         return registered.bytes_total if registered else 0
 
     def prepare(self) -> None:
-        """Check that they may be written to. Called at the beginning, and after each lost seat."""
+        """Check that they may be written to. Called whenever the call begins, or begins again."""
         self._shard.ready("replicate").require_writable("replicate")
         self._shard.tensors.require_in_use("replicate")
         for feature in self._shard.features:
@@ -191,8 +191,8 @@ def _tell_wrong(shard: Shard) -> None:
 class Replication:
     """One rank's part in reading a version, over all the sources and seats that it takes.
 
-    `perform` has the steps; a lost seat repeats it, a lost source repeats `_fetch`, and neither
-    reads again the blocks that are there.
+    `perform` has the steps; a call that begins again repeats it, a lost source repeats `_fetch`,
+    and neither reads again the blocks that are there.
     """
 
     verification: Verification  # of `ref`
