@@ -13,7 +13,7 @@ import pytest
 import torch_ros
 from torch_ros.errors import UsageError
 from torch_ros.p2p.nixl import NixlTransport
-from torch_ros.p2p.room import FILES
+from torch_ros.p2p.room import FILES, PEER_FILES
 
 IN_A_LOOP = """
 import sys, torch_ros, torch_ros.errors
@@ -66,7 +66,10 @@ def test_a_reader_whose_files_run_out_later_is_told_its_limit(spawn):
     with closing(NixlTransport()) as source:
         full = spawn(FULL, source.connection.hex())
         for text in (" ".join(full.hear()) for _ in range(2)):
-            assert re.search(r"this process has (\d+) files open and may have \1: ", text), text
+            found = re.search(r"this process has (\d+) files open and may have (\d+): ", text)
+            assert found, text
+            has, may_have = map(int, found.groups())
+            assert may_have - PEER_FILES < has <= may_have  # UCX may have closed one since
             assert "raise the limit (ulimit -n" in text
 
 
