@@ -1,4 +1,4 @@
-"""What was found: rows for programs, a page for people, and whether it is good enough.
+"""The findings of a run: rows for programs, a page for people, and whether it is good enough.
 
 python benchmarks/report.py    writes the page of docs/benchmarks anew, from its results.json
 """
@@ -164,7 +164,7 @@ def as_json(header: Mapping[str, Any], report: Report) -> str:
 
 
 def from_json(text: str) -> tuple[dict[str, Any], Report]:
-    """What `as_json` has written, so that the page can be written anew."""
+    """The rows that `as_json` has written, so that the page can be written anew."""
     found, report = json.loads(text), Report()
     for row in found["rows"]:
         has_tail = "p99" in row
@@ -263,8 +263,8 @@ def _verdict(target: Target) -> str:
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
-    """Of one part: a line for each quantity and its ratios, a column for each case if it comes
-    in several."""
+    """The lines of one part: one for each quantity and its ratios, a column for each case if it
+    comes in several."""
     varying = _varying(rows)
     if same := _params(rows[0], [name for name in rows[0].params if name not in varying]):
         yield f"All with {same}:\n"

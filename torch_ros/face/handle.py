@@ -901,7 +901,7 @@ class ShardHandle:
     def list(self, *, timeout_s: float | None = None) -> dict[int, set[str]]:
         """The available versions, and the names of the replicas that hold each of them whole.
 
-        Of the newest run that has a version.
+        It lists those of the newest run that has a version.
         """
         deadline = self._shard.deadline("list", timeout_s)
         group, keys = self._shard.group, self._shard.group.seat.keys
@@ -911,8 +911,8 @@ class ShardHandle:
     def fleet(self, *, timeout_s: float | None = None) -> Fleet:
         """All replicas and holdings of the model, and who reads from whom.
 
-        Of all runs; for policies of one's own. Readers are given what `list` says at the same
-        moment. Costs one request, and some hundred bytes for each replica.
+        It covers all runs, for policies of one's own. Readers are given what `list` says at the
+        same moment. Costs one request, and some hundred bytes for each replica.
 
         Raises:
             BackendError: Another release has taken the model's name since.

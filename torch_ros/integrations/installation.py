@@ -56,8 +56,8 @@ class InstallOptions:
     """How versions are brought in.
 
     Attributes:
-        buffer_bytes: Of each of the two host buffers through which staged tensors go, or the size
-            of a larger tensor.
+        buffer_bytes: The size of each of the two host buffers through which staged tensors go; a
+            larger tensor has a buffer of its own size.
         direct: "auto": read in place where the engine is known to use its parameters as they were
             loaded; "proven": also where a version that the engine has loaded turns out to lie bit
             for bit as it would land, such as experts on FlashInfer's kernels; "never": load

@@ -64,8 +64,8 @@ def request(
         version: A number, so that all workers read the same.
         model: The name under which versions are published.
         options: For `torch_ros.open` in the workers; text, numbers and the like.
-        buffer_bytes: Of each of the two buffers through which tensors go that are not read in
-            place.
+        buffer_bytes: The size of each of the two buffers through which tensors go that are not
+            read in place.
         is_complete: Refuse a version with which a parameter would stay as it was. False: nobody
             looks where the loader puts what, and it gets all tensors.
         timeout_s: For the version to come and to be read, in each worker.

@@ -243,7 +243,7 @@ def _file(found: os.stat_result) -> _File:
 
 
 def line_of(pid: int | str) -> str:
-    """What the kernel tells of a process. It cuts names after 15 bytes, also within a character."""
+    """The kernel's line about a process. It cuts names after 15 bytes, also within a character."""
     return Path(f"/proc/{pid}/stat").read_text(errors="replace")
 
 

@@ -439,8 +439,8 @@ class Kept(Record, frozen=True):
 class Carried(Record, frozen=True):
     """`carried/<inst>/<feature>` has the value: what one of the ranks knows of it.
 
-    Of those that the ranks of a group bring along, the one with the highest number counts, and of
-    one number the heaviest.
+    The one with the highest number counts among those that the ranks of a group bring along, and
+    the heaviest of one number.
     """
 
     value: msgspec.Raw

@@ -55,7 +55,7 @@ class Install(Record, frozen=True):
 
     @property
     def carried(self) -> Carried:
-        """What a rank that comes back says of it.
+        """The record that a rank brings along when it comes back.
 
         Within one attempt, a rank that left badly is believed, then one that knows all left well.
         """
