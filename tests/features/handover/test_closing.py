@@ -25,19 +25,8 @@ def endpoint():
 
 
 @pytest.fixture
-def opened(endpoint):
-    model, handles = "m-" + uuid.uuid4().hex[:8], []
-
-    def open_(replica, value=0.0, **options):
-        options = {"endpoint": endpoint, "timeout_s": 20, "linger_s": LONG_S, **options}
-        handle = torch_ros.open(model, replica=replica, **options)
-        handles.append(handle)
-        handle.register({"w": torch.full((4,), value)})
-        return handle
-
-    yield open_
-    for handle in handles:
-        handle.close(linger_s=0)
+def linger_s():
+    return LONG_S
 
 
 def group(opened, size, value=0.0, **options):

@@ -10,7 +10,6 @@ import pytest
 import torch
 from kit import at_once, until
 
-import torch_ros
 from torch_ros.errors import ClosedError, SeatLost, UsageError
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.claimed import ClaimedSources, suspect
@@ -21,20 +20,13 @@ LONG_S = 60.0  # tests end earlier
 
 
 @pytest.fixture
-def opened():
-    model, endpoint, handles = f"m-{uuid.uuid4().hex[:8]}", f"memory://{uuid.uuid4().hex}", []
+def endpoint():
+    return f"memory://{uuid.uuid4().hex}"
 
-    def open_(replica, value=0.0, **options):
-        handle = torch_ros.open(
-            model, replica=replica, endpoint=endpoint, timeout_s=20, **{"linger_s": 0, **options}
-        )
-        handles.append(handle)
-        handle.register({"w": torch.full((4,), value)})
-        return handle
 
-    yield open_
-    for handle in handles:
-        handle.close(linger_s=0)
+@pytest.fixture
+def linger_s():
+    return 0
 
 
 def tensor_of(handle):
