@@ -208,9 +208,9 @@ def join(view: View, who: Applicant, nonce: str) -> Step[Joined | None]:
     if taken is None:
         return _sit_down(view, who, group, seated)
     joined = Joined(group, number, is_complete=True)
-    if group.is_complete:
-        return Done(_resumed(joined, _shards(view, seats, who)))
     shards = _shards(view, seats, who)
+    if group.is_complete:
+        return Done(_resumed(joined, shards))
     if len(shards) < who.world_size:
         reason = f"replica {who.replica!r} has ranks {list(shards)} of {who.world_size}"
         # A stranger among those that come back has to notice by itself: see `_completed`.
@@ -326,7 +326,7 @@ def adopted(shards: Sequence[ShardRecord]) -> tuple[list[Call], Kept | None]:
 
 
 def adopted_values(shards: Sequence[ShardRecord]) -> dict[str, msgspec.Raw]:
-    """What a group's ranks carry for features: of each, what counts."""
+    """The values that count of what a group's ranks carry, by feature."""
     carried = [one for shard in reversed(shards) for one in shard.carries.items()]
     by_order = sorted(carried, key=lambda one: one[1].order)
     return {feature: one.value for feature, one in by_order}
@@ -545,7 +545,7 @@ def leave_alone(seat: Seat) -> Txn:
 
 
 def records_of(view: View, keys: Keys, inst: str) -> list[Delete]:
-    """Without the holdings of an incarnation and of its copies, its open claims, what it carries.
+    """Deletes the holdings of an incarnation and its copies, its open claims, and what it carries.
 
     They hang on the anchor, whose rank may live on, and come back under the same lease.
     """

@@ -391,7 +391,7 @@ def spot_only(scene: Scene) -> None:
 
 
 def drains_at_the_end(scene: Scene) -> None:
-    """Who reads when the last one has what lingers may finish, and nobody else comes."""
+    """A reader may finish when the last one has what lingers, and nobody else comes."""
 
     def train(me: Process) -> None:
         publish(me, 1)
@@ -432,7 +432,7 @@ def drains_at_the_end(scene: Scene) -> None:
 
 
 def both_close(scene: Scene) -> None:
-    """Of two last holders that close at once, not each takes the other for a witness."""
+    """Two last holders that close at once do not both take the other for a witness."""
 
     def train(me: Process) -> None:
         scene.until(*(["t has 1"] if me.start.replica == "u" else []))
