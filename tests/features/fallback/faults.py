@@ -201,7 +201,7 @@ fault(
     "who has held a trainer's version goes back to the bucket",
     "may_fall_back",
     scenario="goes back",
-)(lambda _: lambda *_: True)
+)(lambda _: lambda *_, **__: True)
 
 
 @instead(
