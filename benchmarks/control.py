@@ -32,11 +32,11 @@ from report import Row, machine, table
 from torch_ros.deadline import Deadline
 from torch_ros.protocol import calls as rules
 from torch_ros.protocol.call import GroupCall
-from torch_ros.protocol.claimed import ClaimedSources
 from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.membership import Applicant
 from torch_ros.protocol.policy import NEWEST, decided_next
+from torch_ros.protocol.reaching import ClaimedSources
 from torch_ros.protocol.records import Asked, Call, Outcome, ShardRecord, VersionRef
 from torch_ros.protocol.seat import Seat, own_group
 from torch_ros.protocol.versions import Spec, newer_ranges
@@ -145,7 +145,7 @@ def publish(group: Group, version: int) -> VersionRef:
 def replicate(group: Group, reading: Callable[[], None] = lambda: None) -> VersionRef:
     def body(call: GroupCall) -> VersionRef:
         call.decide_and_claim(partial(rules.replicate, spec=LATEST, is_relay=True))
-        ClaimedSources(call).read(lambda _: reading())
+        ClaimedSources(call).read(call.decided.sources, lambda _: reading())
         end(call)
         return call.ref
 

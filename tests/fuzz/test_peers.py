@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import torch_ros
 from torch_ros.errors import CorruptWeights, SourceLost, TorchRosError
-from torch_ros.protocol import claimed
+from torch_ros.protocol import reaching
 from torch_ros.spans import Region
 from torch_ros.transfer import feed
 from torch_ros.transfer.card import MAILBOX_BYTES, Notice
@@ -130,7 +130,7 @@ def replicas(transport, *names):
 @contextlib.contextmanager
 def quick():
     """What is waited for a second or so is waited for a moment."""
-    with patch.object(feed, "TORN_S", 0.02), patch.object(claimed, "RETRY_S", 0.01):
+    with patch.object(feed, "TORN_S", 0.02), patch.object(reaching, "RETRY_S", 0.01):
         yield
 
 

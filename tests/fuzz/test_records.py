@@ -196,8 +196,8 @@ RULES = {
     "publish": effects(calls.publish, version=3, fresh_uid="new"),
     "replicate": effects(calls.replicate, spec=Spec(), is_relay=True),
     "claim": lambda view: sources.claim(view, SEAT, CALL),
-    "attach": lambda view: sources.attach(view, SEAT, CALL, "t@1"),
-    "attach to another": lambda view: sources.attach(view, SEAT, CALL, "z@1"),
+    "attach": lambda view: sources.attach_claimed(view, SEAT, CALL, "t@1"),
+    "attach to another": lambda view: sources.attach_claimed(view, SEAT, CALL, "z@1"),
     "complete": lambda view: calls.complete(view, SEAT, CALL, Outcome(said="L")),
     "readies": lambda view: calls.readies(view, SEAT, CALL),
     "unpublish": lambda view: unpublish.unpublish(

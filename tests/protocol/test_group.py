@@ -31,9 +31,9 @@ from torch_ros.protocol import keys as keys_module
 from torch_ros.protocol.applicant import Applicant
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.calls import SourceTerms
-from torch_ros.protocol.claimed import ClaimedSources
 from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.keys import Keys
+from torch_ros.protocol.reaching import ClaimedSources
 from torch_ros.protocol.records import Asked, Call, Outcome, ShardRecord, VersionRef
 from torch_ros.protocol.versions import Spec, spec_ranges
 from torch_ros.store.endpoint import connect
@@ -160,7 +160,7 @@ def replicate(
     def body(call):
         decide_to_read(call, version, is_relay=whole.is_required)
         if not call.has_ended:
-            ClaimedSources(call).read(lambda _: pause())
+            ClaimedSources(call).read(call.decided.sources, lambda _: pause())
             finish(call, layout, whole)
         return call.ref if group.ledger.held else None
 
@@ -187,7 +187,7 @@ def extended_replicate(group, *, more=(), must=()):
     def body(call):
         call.decide_and_claim(rule)
         if call.decided.sources:
-            ClaimedSources(call).read(lambda _: None)
+            ClaimedSources(call).read(call.decided.sources, lambda _: None)
         finish(call, "L")
         return call.decided
 

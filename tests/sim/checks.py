@@ -305,7 +305,7 @@ class Checks:
 
     def no_record_of(self, process: Process, stream, why: str) -> None:
         seat = process.shard.group.seat
-        mine = f"/{stream._filling._name}/{seat.rank:06d}"
+        mine = f"/{stream._filling._sources._name}/{seat.rank:06d}"
         left = [key for key in self.world.store.entries if key.endswith(mine)]
         demand(not left, f"I12: a stream of {process} {why}, and {left} are there")
 

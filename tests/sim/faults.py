@@ -402,10 +402,10 @@ fault("everyone reads from the oldest", "_by_place", scenario="many")(
 )
 
 
-fault("a draining source is offered", "offered", scenario="not whole")(
+fault("a draining source is offered", "versions:offered", scenario="not whole")(
     lambda offered: lambda view, keys: offered(said(view, b"draining", b"full"), keys)
 )
-fault("a filling replica is offered", "offered", scenario="not whole")(
+fault("a filling replica is offered", "versions:offered", scenario="not whole")(
     lambda offered: lambda view, keys: offered(said(view, b"filling", b"full"), keys)
 )
 
@@ -455,7 +455,7 @@ def _(rule, *args):
 
 fault(
     "attach: the source's processes are not counted",
-    "sources:attach",
+    "sources:offered",
     "claim",
     scenario="half dead",
 )(
@@ -524,24 +524,26 @@ fault("who reads from afar reads from whom does too", "_far", scenario="third da
 )
 
 
-@fault("a mute source is left for a far one", "is_to_be_left", scenario="mute seed")
-def _(rule):
-    return lambda *args: rule(*args[:-1], dict.fromkeys(args[-1], 0))
+@instead("a mute source is left for a far one", "is_to_be_left", scenario="mute seed")
+def _(rule, *args):
+    *others, candidates = args
+    near = {inst: dataclasses.replace(it, distance=0) for inst, it in candidates.items()}
+    return rule(*others, near)
 
 
-fault(
-    "of those who fill, one that streams concludes that nobody else is full",
-    "_is_whole",
-    scenario="mute stream",
-)(lambda _: lambda *_: True)
-
-
-@instead(
-    "among many, who is not seen is not there", "elsewhere:has_other", scenario="mute among many"
-)
-def _(rule, *args, **kwargs):
+def _sees_all(rule, *args, **kwargs):
     with changed("shows_whole", lambda _: lambda *_: True):
         return rule(*args, **kwargs)
+
+
+instead(
+    "of those who fill, one that streams concludes that nobody else is full",
+    "Sources.has_other",
+    scenario="mute stream",
+)(_sees_all)
+instead(
+    "among many, who is not seen is not there", "Sources.has_other", scenario="mute among many"
+)(_sees_all)
 
 
 @fault("a mute source is never left for a far one", "FAR_SILENCE_S", scenario="mute for long")
@@ -592,7 +594,7 @@ fault(
     scenario="refused argument",
 )(lambda rule: lambda call, own: False)
 fault(
-    "a peer's deadline is taken for that of a look", "claimed:_answer", scenario="gives up first"
+    "a peer's deadline is taken for that of a look", "reaching:_answer", scenario="gives up first"
 )(lambda answer: lambda rule, view: rule(view))
 fault("who leaves a loop alone tells nobody", "collective:leave", scenario="leaves a loop")(
     lambda leave: lambda *_: None
@@ -793,9 +795,9 @@ fault("reads of a lost source are not ended", "close_all", scenario="late landin
     lambda close_all: lambda reads: None
 )
 
-fault(
-    "a source that does not answer is waited for", "elsewhere:has_other", scenario="stands still"
-)(lambda rule: lambda *args, **options: Done(False))
+fault("a source that does not answer is waited for", "Sources.has_other", scenario="stands still")(
+    lambda _: lambda *_: False
+)
 
 
 # Unpublishing
@@ -887,9 +889,11 @@ fault("a copy is never released", "release")(
 # Readers in other datacenters, and copies for them
 
 
-@fault("a stream suspects who takes its tensors back", "Filling._lose", scenario="gone in order")
-def _(lose):
-    return lambda self, reason, deadline, **_: lose(self, reason, deadline)
+@instead(
+    "a stream suspects who takes its tensors back", "LeasedSources.lose", scenario="gone in order"
+)
+def _(lose, self, places, reason, **_):
+    return lose(self, places, reason)
 
 
 @instead("release drains the copy under far readers", "unpublish:_reading", scenario="taken back")
@@ -1470,7 +1474,10 @@ def _(close_all):
 
 
 @fault(
-    "stream: a number stands for its content", "choose", "rules:attach", scenario="streamed anew"
+    "stream: a number stands for its content",
+    "full_ones",
+    "sources:offered",
+    scenario="streamed anew",
 )
 def _(rule):
     @functools.wraps(rule)
@@ -1488,26 +1495,29 @@ def _(rule):
     "rules:attach",
     scenario="streamed after a lost reply",
 )
-def _(attach, view, seat, ref, place, reader, lease_id):
+def _(attach, view, seat, ref, place, reader):
     key, source = seat.keys.holding_at(ref.run, ref.version, place), keys_module.inst_at(place)
-    there, entry = view.get(reader), view.get(key)
-    if entry is None or there is None or there.lease_id != lease_id:
-        return attach(view, seat, ref, place, reader, lease_id)
+    there, entry = view.get(reader.key), view.get(key)
+    if entry is None or there is None or there.lease_id != reader.lease_id:
+        return attach(view, seat, ref, place, reader)
     shards = dict(view.within(seat.keys.shards(source)))
     holding = records.Holding.decode(entry.value, key)
     return Done(sources.learned(source, holding, entry.create_rev, shards))
 
 
-@instead("stream: its record stays", "Filling._leave", scenario="dropped stream")
-def _(leave, self):
-    self._at = self._session = None
+@instead("stream: its record stays", "LeasedSources.end", scenario="dropped stream")
+def _(end, self):
+    self.attached.clear()
+    self._session = None
 
 
 @instead(
-    "stream: its record hangs on the lease of its rank", "Filling._lease", scenario="dropped stream"
+    "stream: its record hangs on the lease of its rank",
+    "LeasedSources._lease",
+    scenario="dropped stream",
 )
-def _(lease, self, deadline):
-    group = self._group
+def _(lease, self):
+    group = self.seating
 
     class Rank:
         lease_id = group.seat.lease_id

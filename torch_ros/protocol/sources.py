@@ -505,58 +505,81 @@ def leaf_place(candidates: Mapping[str, Candidate], suspected: set[str]) -> str:
     )
 
 
-def attach_ranges(seat: Seat, call: Call, place: str) -> tuple[Range, ...]:
-    ref, keys, source = call.ref, seat.keys, k.inst_at(place)
-    assert ref is not None
-    return (
-        *seat.own,
-        one(keys.holding_at(ref.run, ref.version, place)),
-        one(seat.holding(ref)),
-        one(keys.ready(seat.inst, call.number, seat.rank)),
-        one(keys.reader_group(ref.run, ref.version, source, seat.inst)),
-        one(keys.reader(ref.run, ref.version, source, seat.inst, seat.rank)),
-        keys.shards(source),
-    )
+def attach_ranges(seat: Seat, ref: VersionRef, place: str, *keys: str) -> tuple[Range, ...]:
+    held = seat.keys.holding_at(ref.run, ref.version, place)
+    return (*map(one, (held, *keys)), seat.keys.shards(k.inst_at(place)))
 
 
-def attach(view: View, seat: Seat, call: Call, place: str) -> Step[Source]:
-    """Announce that this rank reads from the source there; then learn how to reach its processes.
+def offered(
+    view: View, seat: Seat, ref: VersionRef, place: str, before: int = 0, *, waits: bool = False
+) -> Callable[[Mapping[str, Entry]], Source]:
+    """The source there, once its shards are known, if it is full or a relay of `before`.
 
     Raises:
-        SourceLost: The source, or one of its processes, is gone (I7).
+        SourceLost: It does not offer this content any more (I7). One that `waits` may drain.
     """
-    ref, keys = version_read(view, seat, call), seat.keys
-    held, source = keys.holding_at(ref.run, ref.version, place), k.inst_at(place)
+    held, source = seat.keys.holding_at(ref.run, ref.version, place), k.inst_at(place)
     entry = view.get(held)
-    is_claimed = view.get(keys.reader_group(ref.run, ref.version, source, seat.inst)) is not None
     left = SourceLost(k.replica_of(source), "it left before it was read", 0, 0).orderly()
     if entry is None:
         raise left
     try:
-        holding, born = Holding.decode(entry.value, held), entry.create_rev
+        holding = Holding.decode(entry.value, held)
     except BackendError as error:
         raise SourceLost(k.replica_of(source), str(error), 0, 0) from error
-    is_waiting = holding.state == "draining" and is_claimed
-    current = call_now(view, seat, call)
-    before = born_before(view, seat, current)
+    is_waiting = waits and holding.state == "draining" and holding.uid == ref.uid
     if not (is_waiting or _is_source(seat, ref, source, holding, entry, before)):
         raise left
+    return partial(learned, source, holding, entry.create_rev)
 
-    learn = partial(learned, source, holding, born)
-    key = keys.reader(ref.run, ref.version, source, seat.inst, seat.rank)
-    if view.get(key):  # put before, and the reply was lost
-        return Done(learn(dict(view.within(keys.shards(source)))))
-    # A request that applies late, when this rank is done or has given up, must not leave a record.
-    ready = keys.ready(seat.inst, call.number, seat.rank)
-    unchanged = (held, seat.holding(ref), ready, key)
-    txn = Txn(
-        tuple(map(view.unchanged, unchanged)),
-        (
-            Put(key, _reader(seat, current, place).encode(), seat.lease_id),
-            Get(keys.shards(source)),
-        ),
+
+def attach(
+    view: View,
+    shards: Range,
+    learn: Callable[[Mapping[str, Entry]], Source],
+    reader: Put | None = None,
+    guarded: Sequence[str] = (),
+) -> Step[Source]:
+    """Announce by `reader` that this rank reads from a source; then learn how to reach it.
+
+    Args:
+        reader: None: it is there, or nobody is told.
+
+    Raises:
+        SourceLost: One of its processes is gone (I7).
+    """
+    if reader is None:
+        return Done(learn(dict(view.within(shards))))
+    unchanged = tuple(map(view.unchanged, (*guarded, reader.key)))
+    return Act(Txn(unchanged, (reader, Get(shards))), lambda reply: learn(gotten(reply)[0]))
+
+
+def claimed_ranges(seat: Seat, call: Call, place: str) -> tuple[Range, ...]:
+    ref, keys, source = call.ref, seat.keys, k.inst_at(place)
+    assert ref is not None
+    own = (
+        seat.holding(ref),
+        keys.ready(seat.inst, call.number, seat.rank),
+        keys.reader_group(ref.run, ref.version, source, seat.inst),
+        keys.reader(ref.run, ref.version, source, seat.inst, seat.rank),
     )
-    return Act(txn, lambda reply: learn(gotten(reply)[0]))
+    return (*seat.own, *attach_ranges(seat, ref, place, *own))
+
+
+def attach_claimed(view: View, seat: Seat, call: Call, place: str) -> Step[Source]:
+    """As `attach`, of a rank whose group reads from there in `call`."""
+    ref, keys, source = version_read(view, seat, call), seat.keys, k.inst_at(place)
+    current = call_now(view, seat, call)
+    claim = keys.reader_group(ref.run, ref.version, source, seat.inst)
+    key = keys.reader(ref.run, ref.version, source, seat.inst, seat.rank)
+    reader = Put(key, _reader(seat, current, place).encode(), seat.lease_id)
+    is_put = view.get(reader.key) is not None  # before, and the reply was lost
+    waits, before = is_put or view.get(claim) is not None, born_before(view, seat, current)
+    learn = offered(view, seat, ref, place, before, waits=waits)
+    # A request that applies late, when this rank is done or has given up, must not leave a record.
+    own = (seat.holding(ref), keys.ready(seat.inst, call.number, seat.rank))
+    held = keys.holding_at(ref.run, ref.version, place)
+    return attach(view, keys.shards(source), learn, None if is_put else reader, (held, *own))
 
 
 def gotten(reply: Reply) -> list[Mapping[str, Entry]]:

@@ -21,9 +21,9 @@ from torch_ros.printable import log_of
 from torch_ros.protocol import calls
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.calls import SourceTerms
-from torch_ros.protocol.claimed import ClaimedSources, suspect
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.keys import replica_of
+from torch_ros.protocol.reaching import ClaimedSources, Sources, suspect
 from torch_ros.protocol.records import Asked, VersionRef
 from torch_ros.protocol.sources import Source
 from torch_ros.protocol.versions import Spec
@@ -35,8 +35,9 @@ from torch_ros.shard.report import ReadReport, Stopwatch, Via
 from torch_ros.shard.seams import Change, Supplier
 from torch_ros.shard.verification import Verification
 from torch_ros.transfer.batches import sources_max
-from torch_ros.transfer.feed import Feed, FeedSource, Progress, Supply, connect
+from torch_ros.transfer.feed import Feed, FeedSource, Judging, Progress, Supply, connect
 from torch_ros.transfer.meter import Meter
+from torch_ros.transfer.peers import Peers
 from torch_ros.transfer.registered import Registered, finish_kernels, mark_written
 from torch_ros.weights.manifest import Layout
 
@@ -48,6 +49,21 @@ SLOW_BYTES = 64 << 20  # from a source on the same host, and slower than this:
 SLOW_BYTES_PER_S = 0.25e9
 HEAL_TRIES = 2  # in full; the second one after CorruptWeights
 SPANS = {"update": "update", "follow": "update", "read": "read", "load": "load", "fetch": "fetch"}
+
+
+def reach(
+    peers: Peers,
+    sources: Sources,
+    source: Source,
+    check: Callable[[], None],
+    judging: Judging | None = None,
+) -> Feed:
+    """Connect to the processes of one of the sources. `check` raises when nothing is read more."""
+    is_there, has_other = partial(sources.is_there, source), partial(sources.has_other, source)
+    shown = replica_of(source.inst), source.mark, source.is_full
+    cards = [shard.card for shard in source.shards]
+    there = FeedSource(*shown, is_there, has_other, check, judging)
+    return connect(peers, cards, there, sources.deadline)
 
 
 class Target:
@@ -300,7 +316,7 @@ class Replication:
     def _read_from_sources(self, call: GroupCall, meter: Meter) -> None:
         claimed, before = ClaimedSources(call), _lost_sources(call)
         try:
-            claimed.read(partial(self._fetch, claimed, meter))
+            claimed.read(call.decided.sources, partial(self._fetch, claimed, meter))
         finally:
             self._shard.observed.tally.reroutes += _lost_sources(call) - before
 
@@ -320,7 +336,7 @@ class Replication:
     def _fetch(self, claimed: ClaimedSources, meter: Meter, sources: Sequence[Source]) -> None:
         call = claimed.call
         self._book_lost_time()
-        feeds = [self._connect(claimed, source) for source in sources]
+        feeds = [self._reach(claimed, source) for source in sources]
         self._watch.lap("manifests")
         self._note_sources(sources, feeds)
         has_some = self.progress is not None and self.progress.bytes_read > 0
@@ -360,21 +376,10 @@ class Replication:
             if via is not None:
                 self._via, change = via, None
 
-    def _connect(self, claimed: ClaimedSources, source: Source) -> Feed:
-        return connect(
-            self._shard.reading.peers,
-            [shard.card for shard in source.shards],
-            FeedSource(
-                replica_of(source.inst),
-                source.mark,
-                source.is_full,
-                is_there=partial(claimed.is_there, source),
-                has_other=partial(claimed.has_other, source),
-                check=self._shard.group.ledger.check,
-                judge=self._judges.of(claimed, source) if self._judges else None,
-            ),
-            self._deadline,
-        )
+    def _reach(self, claimed: ClaimedSources, source: Source) -> Feed:
+        judge = self._judges.of(claimed, source) if self._judges else None
+        check = self._shard.group.ledger.check
+        return reach(self._shard.reading.peers, claimed, source, check, judge)
 
     def _is_leaf(self, call: GroupCall) -> bool:
         return call.seat.leaves.is_leaf(call.seat, call.decided)
@@ -395,11 +400,8 @@ class Replication:
         return Progress(self._shard.mailbox, registered)
 
     def _plan(self, feed: Feed, target: Layout) -> Supply:
-        shard = self._shard
-        costs = shard.reading.peers.costs([agent for agent, _ in feed.manifests])
         with self.verification.as_published(feed):
-            plan = shard.reading.plan(feed.layouts, target, shard.group.seat.rank, costs)
-        return Supply(plan, feed)
+            return self._shard.reading.supply(feed, target, self._shard.group.seat.rank)
 
     def _commit(self, call: GroupCall) -> None:
         """Digest what is there, and end the call with the peers."""

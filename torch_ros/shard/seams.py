@@ -10,7 +10,7 @@ from typing import Protocol
 from torch_ros.deadline import Deadline
 from torch_ros.errors import TorchRosError
 from torch_ros.protocol.call import Effects, GroupCall
-from torch_ros.protocol.claimed import ClaimedSources
+from torch_ros.protocol.reaching import ClaimedSources
 from torch_ros.protocol.records import Call, VersionRef
 from torch_ros.protocol.sources import Source
 from torch_ros.protocol.versions import Spec
@@ -18,7 +18,7 @@ from torch_ros.shard.base import Base
 from torch_ros.shard.report import Stopwatch, Via
 from torch_ros.store.loops import Step
 from torch_ros.transfer.attending import Attendant, Copier
-from torch_ros.transfer.feed import Arrivals, Following, Judge, Progress, Supply
+from torch_ros.transfer.feed import Judging, Progress, Supply
 from torch_ros.transfer.meter import Meter
 from torch_ros.transfer.reading import Reading
 
@@ -84,7 +84,7 @@ class Supplier(Protocol):
 class Judges(Protocol):
     """How one rank judges the sources of one replicate, over all seats and tries."""
 
-    def of(self, claimed: ClaimedSources, source: Source) -> Callable[[Following, Arrivals], Judge]:
+    def of(self, claimed: ClaimedSources, source: Source) -> Judging:
         """Makes the judge of that source, for each pass in which it is the only one."""
 
 

@@ -129,7 +129,7 @@ class FeedSource:
     is_there: Callable[[], bool]  # asks the store whether the source is still there
     has_other: Callable[[float], bool]  # asks whom to read from, if it is mute for so long
     check: Callable[[], None]  # raises if this process has lost its seat, or closes
-    judge: Callable[["Following", Arrivals], "Judge"] | None = None  # where it is the only one
+    judge: "Judging | None" = None  # where it is the only one
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ class Portion(Protocol):
 class Judge:
     """Told how a read goes from its only source. Each method does nothing here.
 
-    One that finds too little coming from it raises what `ClaimedSources.leave` does.
+    One that finds too little coming from it raises `Left`.
     """
 
     def begins(self, batches: Sequence[Portion]) -> None:
@@ -320,3 +320,6 @@ class Following:
 
     def _so_far(self) -> tuple[int, int]:
         return self._progress.bytes_read, self._bytes_total
+
+
+Judging = Callable[[Following, Arrivals], Judge]

@@ -17,7 +17,7 @@ from torch_ros.errors import SourceLost, TransferFailed
 from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.p2p.transport import Transfer, Transport
 from torch_ros.transfer.batches import STEP_BYTES, Batch, Preparation, close_batches
-from torch_ros.transfer.feed import Arrivals, Following, Judge, Supply
+from torch_ros.transfer.feed import Arrivals, Feed, Following, Judge, Supply
 from torch_ros.transfer.peers import Peers
 from torch_ros.transfer.posting import FLIGHT, TRANSFER_BYTES, Watcher, perform
 from torch_ros.transfer.registered import Phase
@@ -103,6 +103,11 @@ class Reading:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(key)
         return self._plans[key]
+
+    def supply(self, feed: Feed, target: Layout, rank: int) -> Supply:
+        """The feed, which is connected, with the plan of how to fill `target` from it."""
+        costs = self.peers.costs([agent for agent, _ in feed.manifests])
+        return Supply(self.plan(feed.layouts, target, rank, costs), feed)
 
     def read(
         self,

@@ -12,7 +12,7 @@ from kit import at_once, until
 
 from torch_ros.errors import ClosedError, SeatLost, UsageError
 from torch_ros.protocol import keys as k
-from torch_ros.protocol.claimed import ClaimedSources, suspect
+from torch_ros.protocol.reaching import ClaimedSources, suspect
 from torch_ros.protocol.records import Holding
 from torch_ros.store.txn import Read
 
@@ -38,7 +38,7 @@ def reading_from(source, reader, monkeypatch):
     """A read, attached to its source and not begun until the event is set: (read, event)."""
     go_on, is_reading, read = threading.Event(), threading.Event(), ClaimedSources.read
 
-    def slow(self, fetch):
+    def slow(self, places, fetch):
         def held(sources):
             if not is_reading.is_set():
                 assert [each.inst.partition("@")[0] for each in sources] == [source.replica]
@@ -46,7 +46,7 @@ def reading_from(source, reader, monkeypatch):
                 go_on.wait(20)
             fetch(sources)
 
-        read(self, held)
+        read(self, places, held)
 
     monkeypatch.setattr(ClaimedSources, "read", slow)
     with ThreadPoolExecutor() as pool:

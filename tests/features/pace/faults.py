@@ -31,12 +31,12 @@ def _(glance, self, ranges, rule, *, unknown):
 
 @instead(
     "a slow one is a leaf before it hears of it",
-    "choose_again",
-    "another",
+    "ClaimedSources.candidates",
     scenario="unheard, and orphaned",
 )
-def _(rule, view, seat, call, **options):
-    return rule(view, seat, call_now(view, seat, call), **options)
+def _(candidates, self, view):
+    self.known = call_now(view, self.seat, self.known)
+    return candidates(self, view)
 
 
 fault("nobody need relay", "_filling", scenario="last relay")(lambda _: lambda *_: (99, 0))

@@ -14,8 +14,8 @@ from scenes import MANY_TENSORS, SCENES, Scene, named, publish, puts, read_from,
 
 from torch_ros.costs import NIXL_COSTS
 from torch_ros.features.pace import rates
-from torch_ros.protocol import claimed
 from torch_ros.protocol import keys as k
+from torch_ros.protocol import reaching
 from torch_ros.transfer import reading
 
 
@@ -197,7 +197,7 @@ def unheard(scene: Scene, *, dies: bool = False) -> None:
             if not puts("/holdings/")(what):
                 return False
             scene.cut(reader, 7.0)  # it cannot learn either that there is another place for it
-            scene.cut(slow, claimed.GLANCE_S + 0.7)
+            scene.cut(slow, reaching.GLANCE_S + 0.7)
             if dies:
                 scene.at(scene.now_s + 3.0, partial(scene.kill_process, source))
             return True

@@ -556,11 +556,11 @@ def test_a_mute_source_is_not_left_for_one_that_has_failed_before(opened):
     holders[1].replicate(1)
     stream = opened("engine").stream(1, tensors, buffer_bytes=ROW)
     until(lambda: stream._filling.landed == 2)
-    at, tried = stream._filling._at, stream._filling._tried
-    assert at.feed.source.has_other(5.0)
+    (source, supply), tried = stream._filling._at, stream._filling._sources.tried
+    assert supply.feed.source.has_other(5.0)
     tried.update(handle._shard.group.seat.inst for handle in holders)
-    tried[at.source.inst] = 0
-    assert not at.feed.source.has_other(5.0)
+    tried[source.inst] = 0
+    assert not supply.feed.source.has_other(5.0)
 
 
 @only_memory
@@ -597,7 +597,7 @@ def test_a_lease_of_a_stream_that_ends_costs_one_request_more(opened):
     engine = opened("engine")
     stream = engine.stream(1, tensors, buffer_bytes=ROW)
     next(stream)
-    session = stream._filling._session
+    session = stream._filling._sources._session
     engine._shard.group.kv.revoke(session.lease_id, timeout_s=5)
     until(lambda: not session.is_valid())
     assert len(list(stream)) == 5

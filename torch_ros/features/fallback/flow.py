@@ -31,7 +31,7 @@ from torch_ros.features.fallback.rules import (
 from torch_ros.printable import log_of
 from torch_ros.protocol import calls
 from torch_ros.protocol.call import Effects, GroupCall
-from torch_ros.protocol.claimed import glance
+from torch_ros.protocol.reaching import glance
 from torch_ros.protocol.records import Call, VersionRef
 from torch_ros.protocol.seat import Seat, version_read
 from torch_ros.protocol.versions import Spec, spec_ranges

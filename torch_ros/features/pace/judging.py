@@ -9,7 +9,8 @@ from functools import partial
 from torch_ros.features.pace import rules
 from torch_ros.features.pace.rates import Landings, Pace
 from torch_ros.protocol import sources
-from torch_ros.protocol.claimed import ClaimedSources
+from torch_ros.protocol.keys import replica_of
+from torch_ros.protocol.reaching import ClaimedSources, Left
 from torch_ros.protocol.sources import Source
 from torch_ros.shard.seams import Feature
 from torch_ros.store.txn import one
@@ -90,7 +91,9 @@ class Slowness:
         )
         if place := claimed.glance(ranges, rule, unknown=""):
             self._left += 1
-            claimed.leave(source, place, "it gets much more than it gives")
+            left = Left(replica_of(source.inst), "it gets much more than it gives", 0, 0)
+            left.place = place
+            raise left
 
 
 class PacedRead(Judge):

@@ -12,20 +12,21 @@ from typing import TypeVar
 from torch_ros.deadline import Deadline
 from torch_ros.errors import CorruptDelta, DeadlineExceeded, SourceLost, UsageError
 from torch_ros.features.prefetch.kept import Ahead, Prefetched
-from torch_ros.features.prefetch.rules import Original, oldest_original, reach, reach_ranges
+from torch_ros.features.prefetch.rules import Original, oldest_original
 from torch_ros.printable import log_of
-from torch_ros.protocol.claimed import RETRY_S, glance
-from torch_ros.protocol.keys import inst_at, replica_of
-from torch_ros.protocol.presence import offers, there_ranges
-from torch_ros.protocol.records import VersionRef
+from torch_ros.protocol import sources
+from torch_ros.protocol.reaching import RETRY_S, Sources
 from torch_ros.protocol.sources import Source
 from torch_ros.protocol.versions import Spec, newer_ranges
 from torch_ros.shard.base import Base
 from torch_ros.shard.beside import Dropped
 from torch_ros.shard.core import Shard
+from torch_ros.shard.replication import reach
 from torch_ros.shard.report import Stopwatch, Via
 from torch_ros.shard.seams import Change, Feature, Staged
-from torch_ros.transfer.feed import FeedSource, Progress, Supply, connect
+from torch_ros.store.loops import Step
+from torch_ros.store.txn import View
+from torch_ros.transfer.feed import Progress
 from torch_ros.transfer.reading import Reading
 
 T = TypeVar("T")
@@ -34,6 +35,22 @@ log: logging.Logger = log_of(__name__)
 TRIES_MAX = 3  # to find a source that stays: a trainer gives its version up for the next one
 TURN_S = 0.02  # between looks whether those before have ended, or this one is of no use
 CLOSE_S = 5.0  # for reads in flight to end, when the handle closes
+
+
+class _Visited(Sources):
+    """A source that is told nothing, so it does not wait."""
+
+    def attach(self, place: str) -> Source:
+        ranges = sources.attach_ranges(self.seat, self.ref, place)
+
+        def rule(view: View) -> Step[Source]:
+            learn = sources.offered(view, self.seat, self.ref, place)
+            return sources.attach(view, ranges[-1], learn)
+
+        return self.ask(ranges, rule, self.deadline)
+
+    def has_other(self, source: Source, silent_s: float) -> bool:  # noqa: ARG002
+        return True  # a read in full, by the update
 
 
 class Prefetching(Feature):
@@ -154,12 +171,13 @@ class Prefetching(Feature):
         if self._reading is None:
             self._reading = shard.reading.beside()
         reading, rank = self._reading, shard.group.seat.rank
-        feed = connect(reading.peers, *self._reached(original, deadline), deadline)
+        visited = _Visited(shard.group, shard.group.seat, ref, deadline)
+        check = partial(deadline.check, "it prefetches")
+        feed = reach(reading.peers, visited, visited.attach(original.place), check)
         if any(manifest.depth != "full" for _, manifest in feed.manifests):
             return None
-        costs = reading.costs([agent for agent, _ in feed.manifests])
-        plan = reading.plan(feed.layouts, target.phases[-1].layout, rank, costs)
-        change = Change(base, ref, [Supply(plan, feed)], reading, deadline, hurries=False)
+        supply = reading.supply(feed, target.phases[-1].layout, rank)
+        change = Change(base, ref, [supply], reading, deadline, hurries=False)
         try:
             staged = self._changed(change)
         except (CorruptDelta, MemoryError) as error:
@@ -180,26 +198,6 @@ class Prefetching(Feature):
         """The change, by the first feature that can bring it."""
         found = (feature.stage(change) for feature in self._shard.features)
         return next((staged for staged in found if staged is not None), None)
-
-    def _reached(self, original: Original, deadline: Deadline) -> tuple[list[bytes], FeedSource]:
-        group = self._shard.group
-        seat = group.seat
-        rule = partial(reach, seat=seat, original=original)
-        source = group.ask(reach_ranges(seat, original), rule, deadline)
-        there = FeedSource(
-            replica_of(inst_at(original.place)),
-            source.mark,
-            is_full=True,
-            is_there=partial(self._is_there, original.ref, source, deadline),
-            has_other=lambda _: True,  # a read in full, by the update
-            check=partial(deadline.check, "it prefetches"),
-        )
-        return [shard.card for shard in source.shards], there
-
-    def _is_there(self, ref: VersionRef, source: Source, deadline: Deadline) -> bool:
-        seat, ask = self._shard.group.seat, self._shard.group.ask
-        rule = partial(offers, seat=seat, ref=ref, source=source)
-        return glance(partial(ask, there_ranges(seat, ref, source), rule), deadline, unknown=True)
 
     # The update, or whatever comes instead
 

@@ -5,14 +5,13 @@ docs/protocol/prefetch.md.
 
 from typing import NamedTuple
 
-from torch_ros.errors import SourceLost
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.records import Holding, VersionRef
 from torch_ros.protocol.seat import Seat
-from torch_ros.protocol.sources import NEIGHBOURS, Source, learned, seen_holdings
+from torch_ros.protocol.sources import NEIGHBOURS, seen_holdings
 from torch_ros.protocol.versions import Spec, first_holders, newer
 from torch_ros.store.loops import Done, Step
-from torch_ros.store.txn import Ranges, Sample, Unseen, View, one
+from torch_ros.store.txn import Sample, Unseen, View
 
 
 class Original(NamedTuple):
@@ -50,25 +49,3 @@ def oldest_original(view: View, seat: Seat, spec: Spec, held: VersionRef) -> Ste
 def _may_be_read(holding: Holding, ref: VersionRef, seat: Seat) -> bool:
     is_whole = holding.state == "full" and holding.uid == ref.uid
     return is_whole and holding.is_original and holding.datacenter == seat.datacenter
-
-
-def reach_ranges(seat: Seat, original: Original) -> Ranges:
-    ref, place = original
-    return (
-        one(seat.keys.holding_at(ref.run, ref.version, place)),
-        seat.keys.shards(k.inst_at(place)),
-    )
-
-
-def reach(view: View, seat: Seat, original: Original) -> Step[Source]:
-    """How to reach its processes. Nothing is written, so nobody waits for this rank.
-
-    Raises:
-        SourceLost: It does not offer this content any more, or one of its processes is gone.
-    """
-    ref, inst = original.ref, k.inst_at(original.place)
-    key = seat.keys.holding_at(ref.run, ref.version, original.place)
-    held, entry = Holding.at(view, key), view.get(key)
-    if held is None or entry is None or not _may_be_read(held, ref, seat):
-        raise SourceLost(k.replica_of(inst), "it left before it was read", 0, 0).orderly()
-    return Done(learned(inst, held, entry.create_rev, dict(view.within(seat.keys.shards(inst)))))

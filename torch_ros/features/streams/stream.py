@@ -16,7 +16,8 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import ClosedError, UsageError
 from torch_ros.features.streams import rules
 from torch_ros.features.streams.buffers import Lane
-from torch_ros.features.streams.filling import Filling, Wanted
+from torch_ros.features.streams.filling import Filling
+from torch_ros.features.streams.leased import Wanted
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.records import Asked, VersionRef

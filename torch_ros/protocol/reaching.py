@@ -1,0 +1,269 @@
+"""Reach the sources of a version, one after the other, until all that is missing has come."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar, cast
+
+import msgspec
+
+from torch_ros.deadline import Deadline
+from torch_ros.errors import DeadlineExceeded, SourceLost, StoreUnavailable, TorchRosError
+from torch_ros.printable import log_of
+from torch_ros.protocol import calls, elsewhere, sources
+from torch_ros.protocol.call import CLEAN_UP_S, GroupCall
+from torch_ros.protocol.keys import inst_at, replica_of
+from torch_ros.protocol.records import Call, Suspect, VersionRef
+from torch_ros.protocol.seat import Seat, version_read
+from torch_ros.protocol.seating import Seating
+from torch_ros.protocol.sources import Candidate, Source
+from torch_ros.store.loops import Done, Step, settle
+from torch_ros.store.txn import Delete, Put, Ranges, Txn, Unseen, View, one
+
+T = TypeVar("T")
+log: logging.Logger = log_of(__name__)
+
+SUSPECT_TTL_S = 10  # a source that failed once is not the first choice for that long
+GLANCE_S = 2.0  # for a question whose answer nobody depends on
+RETRY_S = 0.5  # between tries to read from a source that failed before
+
+
+class Sources:
+    """The sources that one rank reads a version from: one at a time, or several that take turns.
+
+    Each kind of them says how one is attached to and left; of these, there is no other.
+    """
+
+    def __init__(self, seating: Seating, seat: Seat, ref: VersionRef, deadline: Deadline) -> None:
+        self.seating, self.seat, self.ref, self.deadline = seating, seat, ref, deadline
+        self.tried = Counter[str]()  # how often each was lost
+        self.attached: dict[str, Source] = {}  # by place
+
+    def read(self, places: Sequence[str], fetch: Callable[[Sequence[Source]], object]) -> None:
+        """`fetch` from the sources at `places`; from those left, or another, if one is lost.
+
+        Args:
+            fetch: Reads what is still missing. When it raises, nothing is in flight any more.
+
+        Raises:
+            SourceLost: The last source; no other is left.
+        """
+        while True:
+            try:
+                for place in places:
+                    if place not in self.attached:
+                        self.attached[place] = self.attach(place)
+                fetch([self.attached[place] for place in places])
+            except SourceLost as lost:
+                gone = next((place for place in places if _replica_at(place) == lost.replica), "")
+                if not gone:
+                    raise  # a peer's, who gave up
+                self.attached.pop(gone, None)
+                self.detach(gone, lost)
+                places = self.go_on([place for place in places if place != gone], gone, lost)
+                log.warning(
+                    "%s: lost %r (%s); going on from %s with what there is",
+                    self.deadline.what,
+                    lost.replica,
+                    lost.what,
+                    ", ".join(repr(_replica_at(place)) for place in places),
+                )
+            else:
+                return
+
+    def is_there(self, source: Source) -> bool:
+        """Whether a source that makes no progress may still make some."""
+        ranges = (*self.seat.own, *elsewhere.there_ranges(self.seat, self.ref, source))
+
+        def rule(view: View) -> Done[bool]:
+            return Done(elsewhere.still_offers(view, self.seat, self.still(view), source))
+
+        return self.glance(ranges, rule, unknown=True)
+
+    def has_other(self, source: Source, silent_s: float) -> bool:
+        """Whether there is another source for what is read from one that does not answer."""
+
+        def rule(view: View) -> Step[bool]:
+            others = self.candidates(view)
+            is_left = elsewhere.is_to_be_left(view, self.seat, source, self.tried, silent_s, others)
+            if not (is_left or sources.shows_whole(view, self.seat, self.ref)):
+                raise Unseen  # far ones may be there, or full ones behind the youngest, which fill
+            return Done(is_left)
+
+        return self.glance(self.ranges, rule, unknown=False)
+
+    def another(self, lost: TorchRosError) -> str:
+        """Where to go on, once the last source is lost; raises that if nowhere."""
+
+        def rule(view: View) -> Done[str]:
+            found, tried = self.candidates(view), self.tried
+            return Done(elsewhere.choose_again(view, self.seat, self.ref, found, tried, self.best))
+
+        place = self.ask(self.ranges, rule, self.deadline)
+        if not place:
+            raise lost
+        if self.tried[inst_at(place)]:
+            self.deadline.check(str(lost))
+            time.sleep(RETRY_S)
+        return place
+
+    def go_on(self, left: list[str], gone: str, lost: SourceLost) -> list[str]:
+        """The places to read from, once the source at `gone` is not among them any more."""
+        self.tried[inst_at(gone)] += 1
+        return left or [self.another(lost)]
+
+    def glance(self, ranges: Ranges, rule: Callable[[View], Step[T]], *, unknown: T) -> T:
+        """The store's answer, if it answers soon; see `glance`."""
+        nothing = cast("T | TorchRosError", unknown)
+        asks = partial(self.ask, ranges, partial(_answer, rule))
+        found = glance(asks, self.deadline, unknown=nothing)
+        if isinstance(found, TorchRosError):
+            raise found
+        return found
+
+    # Of each kind
+
+    @property
+    def ranges(self) -> Ranges:
+        """The keys by which another source is chosen."""
+        return sources.source_ranges(self.seat, self.ref)
+
+    def ask(self, ranges: Ranges, rule: Callable[[View], Step[T]], deadline: Deadline) -> T:
+        """The store's answer."""
+        return self.seating.ask(ranges, rule, deadline)
+
+    def still(self, view: View) -> VersionRef:  # noqa: ARG002
+        """The version, unless a peer gave up: its error is raised."""
+        return self.ref
+
+    def candidates(self, view: View) -> Mapping[str, Candidate]:  # noqa: ARG002
+        """Those that could be read from."""
+        return {}
+
+    def best(self, candidates: Mapping[str, Candidate], suspected: set[str]) -> str:
+        """The one to read from, of those that are near and were lost least."""
+        return sources.best_of(candidates, suspected)
+
+    def attach(self, place: str) -> Source:
+        """The source there, once it waits for this rank."""
+        raise NotImplementedError
+
+    def detach(self, place: str, lost: SourceLost) -> None:
+        """It waits for this rank no longer."""
+
+
+class Left(SourceLost):
+    """A source is left that is not lost, for the one at `place`."""
+
+    is_orderly = True
+    place = ""
+
+
+class ClaimedSources(Sources):
+    """The sources that a group claimed in `call`, as one of its ranks reads from them."""
+
+    def __init__(self, call: GroupCall) -> None:
+        super().__init__(call.seating, call.seat, call.ref, call.deadline)
+        self.call = call
+        # The call as this rank acts by it, which may hear late of its own deeds.
+        self.known: Call = call.decided
+        self.is_displaced = False  # it has its source in the place of one that went away
+        self._come = (0, 0)  # the bytes that have come, of how many, when a source was lost
+
+    def attach(self, place: str) -> Source:
+        call, seat = self.call, self.call.seat
+        if learn := call.attached.pop(place, None):
+            return learn()
+        call.read_from.add(inst_at(place))
+        ranges = sources.claimed_ranges(seat, call.decided, place)
+        # From where the claim was found, if that shows enough: the rule asks for all that it needs.
+        first = call.seen and msgspec.structs.replace(call.seen, asked=ranges)
+        attach = partial(sources.attach_claimed, seat=seat, call=call.decided, place=place)
+        rule = calls.sure(attach, first)
+        mine = one(seat.keys.ready(seat.inst, call.number, seat.rank))
+        return call.settle(ranges, rule, (*calls.end_ranges(seat, call.decided), mine), first)
+
+    def detach(self, place: str, lost: SourceLost) -> None:
+        """Leave a source that failed; others shall prefer another for a while (I8, load only)."""
+        call, inst = self.call, inst_at(place)
+        gone = tuple(Delete(one(key)) for key in self.reads(inst))
+        timeout_s = min(CLEAN_UP_S, max(0.5, call.deadline.left_s()))
+        insts = [] if lost.is_orderly else [inst]
+        try:
+            suspect(call.seating, insts, lost.what, gone, timeout_s=timeout_s)
+        except StoreUnavailable as error:  # it holds the source up until this rank withdraws
+            log.info("%s: %s was not told: %s", call.asked, inst, error)
+
+    def go_on(self, left: list[str], gone: str, lost: SourceLost) -> list[str]:
+        self.is_displaced = lost.is_orderly
+        self._come = max(self._come, (lost.bytes_done, lost.bytes_total))
+        lost.bytes_done, lost.bytes_total = self._come
+        places = [lost.place] if isinstance(lost, Left) else super().go_on(left, gone, lost)
+        self.call.begins_again("lost source", f"{lost.replica}: {lost.what}")
+        return places
+
+    def reads(self, inst: str) -> tuple[str, str]:
+        """The keys of the records by which this rank, and its group, read from that source."""
+        keys, me, ref = self.call.seat.keys, self.call.seat, self.call.ref
+        mine = keys.reader(ref.run, ref.version, inst, me.inst, me.rank)
+        return mine, keys.reader_group(ref.run, ref.version, inst, me.inst)
+
+    def still(self, view: View) -> VersionRef:
+        return version_read(view, self.seat, self.known)
+
+    def candidates(self, view: View) -> Mapping[str, Candidate]:
+        ref, before = self.still(view), sources.born_before(view, self.seat, self.known)
+        return sources.candidates_of(view, self.seat, ref, before, {*self.tried})
+
+    def best(self, candidates: Mapping[str, Candidate], suspected: set[str]) -> str:
+        is_leaf = self.seat.leaves.is_leaf(self.seat, self.known)
+        return (sources.leaf_place if is_leaf else sources.best_of)(candidates, suspected)
+
+    def ask(self, ranges: Ranges, rule: Callable[[View], Step[T]], deadline: Deadline) -> T:
+        return self.seating.run(settle(deadline.what, ranges, rule), deadline)
+
+
+def _answer(rule: Callable[[View], Step[T]], view: View) -> Step[T | TorchRosError]:
+    """The step of the rule; its error is an answer, too.
+
+    A peer may have ended the call, with a DeadlineExceeded of its own, which must not be taken for
+    that of a look at etcd.
+    """
+    try:
+        return rule(view)
+    except TorchRosError as error:
+        return Done(error)
+
+
+def glance(ask: Callable[[Deadline], T], deadline: Deadline, *, unknown: T) -> T:
+    """The store's answer; `unknown` if it does not answer soon: the bytes may come first."""
+    within_s = min(GLANCE_S, max(0.0, deadline.left_s()))
+    try:
+        return ask(Deadline(deadline.what, within_s, check_open=deadline.check_open))
+    except (DeadlineExceeded, StoreUnavailable):
+        return unknown
+
+
+def suspect(
+    seating: Seating,
+    insts: Iterable[str],
+    reason: str,
+    ops: tuple[Delete, ...] = (),
+    *,
+    timeout_s: float = CLEAN_UP_S,
+) -> None:
+    """Let this replica and others prefer other sources for a while."""
+    seat, lease_id = seating.seat, 0
+    if insts:
+        lease_id, _ = seating.kv.grant(SUSPECT_TTL_S, timeout_s=timeout_s)
+    puts = (
+        Put(seat.keys.suspect(inst, seat.inst), Suspect(reason).encode(), lease_id)
+        for inst in sorted(set(insts))
+    )
+    seating.kv.commit(Txn(ops=(*ops, *puts)), timeout_s=timeout_s)
+
+
+def _replica_at(place: str) -> str:
+    return replica_of(inst_at(place))
