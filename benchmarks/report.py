@@ -182,13 +182,13 @@ def from_json(text: str) -> tuple[dict[str, Any], Report]:
 # For people
 
 
-TO = "\N{EN DASH}"
 PICTURES = {  # by the part that they show
     "One to one, same layout": "one-to-one.svg",
     "Resharding": "resharding.svg",
     "One source, many readers": "fanout.svg",
     "Steady state": "steady.svg",
 }
+TABLES = {*PICTURES, "Memory and CPU of a handle", "dcp.save and dcp.load"}  # not in the targets
 
 
 def page(header: Mapping[str, Any], report: Report) -> str:
@@ -200,20 +200,20 @@ def page(header: Mapping[str, Any], report: Report) -> str:
         "",
         _setting(header),
         "",
-        "All figures are medians of one run on one host, with the smallest and the largest in",
-        "brackets, and the 99th percentile if it is not the largest. The cases of a part take",
-        "turns, and a ratio is the median of the rounds' ratios. GB/s count the payload, once.",
-        "[results.json](results.json) has all samples.",
+        "Medians of one run on one host. The cases of a part take turns, and a ratio is the median",
+        "of the rounds' ratios. GB/s count the payload, once. [results.json](results.json) has all",
+        "samples, and the parts that have no table here.",
         "",
         "## Targets",
         "",
         *target_table(report.targets),
     ]
     for part, rows in by_part(report.rows).items():
-        lines += ["", f"## {part}", ""]
-        if part in PICTURES:
-            lines += [f"![{part}]({PICTURES[part]})", ""]
-        lines += table(rows)
+        if part in TABLES:
+            lines += ["", f"## {part}", ""]
+            if part in PICTURES:
+                lines += [f"![{part}]({PICTURES[part]})", ""]
+            lines += table(rows)
     return "\n".join(lines) + "\n"
 
 
@@ -279,7 +279,9 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
     yield _line("", columns)
     yield "| --- |" + " ---: |" * len(columns)
     for name, line in lines.items():
-        yield _line(name, [_figures(line[column]) if column in line else "" for column in columns])
+        yield _line(
+            name, [_digits(line[column].median) if column in line else "" for column in columns]
+        )
         for to in dict.fromkeys(to for row in line.values() for to in row.ratios):
             ratios = [line[column].ratios.get(to) if column in line else None for column in columns]
             yield _line(f"... {to}", ["" if each is None else _digits(each) for each in ratios])
@@ -304,14 +306,6 @@ def _counted(value: int, name: str) -> str:
 
 def _line(name: str, cells: Sequence[str]) -> str:
     return f"| {name} | {' | '.join(cells)} |"
-
-
-def _figures(row: Row) -> str:
-    told, least, most = map(_digits, (row.median, min(row.samples), max(row.samples)))
-    if least == most:
-        return told
-    tail = _digits(percentile(row.samples, 0.99)) if row.has_tail else most
-    return f"{told} ({least}{TO}{most}{'' if tail == most else f', p99 {tail}'})"
 
 
 def _with_unit(value: float, unit: str) -> str:
