@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby, zip_longest
+from typing import TypeVar
 
 import numpy as np
 
@@ -21,7 +22,6 @@ from torch_ros.transfer.feed import Arrivals, Feed, Following, Judge, Supply
 from torch_ros.transfer.peers import Peers
 from torch_ros.transfer.posting import FLIGHT, TRANSFER_BYTES, Watcher, perform
 from torch_ros.transfer.registered import Phase
-from torch_ros.transfer.side_room import SideRoom
 from torch_ros.transfer.staging_buffers import Staging
 from torch_ros.transfer.stall import SILENCE_S
 from torch_ros.weights.manifest import Layout
@@ -38,6 +38,26 @@ SLOW_BYTES_PER_S = 20e6
 STEPS_FLIGHT = FLIGHT * TRANSFER_BYTES // STEP_BYTES  # transfers in flight that are short
 
 _Key = tuple[tuple[tuple[int, str, bytes, tuple[int, ...]], ...], tuple[int, ...]]
+
+
+class ReadingRoom:
+    """A feature's own memory, into which it reads what sources show beside their tensors."""
+
+    held_bytes: int = 0  # the size of the memory that there is; any thread may ask
+
+    def __init__(self, transport: Transport, peers: Peers, pages: HugePages) -> None:
+        self.transport, self.peers, self.pages = transport, peers, pages
+
+    def forget(self, agent: str | None = None) -> None:
+        """End the reads from an agent, or all. None of their bytes lands after this."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of the memory, until it is used again."""
+        raise NotImplementedError
+
+
+R = TypeVar("R", bound=ReadingRoom)
 
 
 class Reading:
@@ -60,7 +80,7 @@ class Reading:
         self._transport, self._pages, self._streams = transport, pages, streams
         self.peers: Peers = Peers(transport, self.forget)
         self._staging = Staging(transport, staging_bytes, pages)
-        self.side_room: SideRoom = SideRoom(transport, self.peers, pages)
+        self._rooms: dict[type[ReadingRoom], ReadingRoom] = {}
         self._costs = costs
         self._plans: OrderedDict[tuple[Costs, tuple[str, ...]], ReadPlan] = OrderedDict()
         self._prepared: OrderedDict[_Key, tuple[Sequence[Supply], Sequence[Batch]]] = OrderedDict()
@@ -68,12 +88,23 @@ class Reading:
     @property
     def staging_bytes(self) -> int:
         """The size of the staging buffers that there are. Any thread may ask."""
-        return self._staging.held_bytes + self.side_room.held_bytes
+        return self._staging.held_bytes + sum(room.held_bytes for room in [*self._rooms.values()])
 
     def beside(self) -> Reading:
         """Another, for a thread of its own, and the reads of streams."""
         size_bytes = self._staging.size_bytes
         return Reading(self._transport, size_bytes, self._costs, self._pages, streams=True)
+
+    def room(self, kind: type[R]) -> R:
+        """The one of that kind, made when it is first asked for."""
+        room = self._rooms.get(kind) or kind(self._transport, self.peers, self._pages)
+        assert isinstance(room, kind)
+        self._rooms[kind] = room
+        return room
+
+    def close_rooms(self) -> None:
+        for room in self._rooms.values():
+            room.close()
 
     def costs(self, agents: Iterable[str]) -> Costs:
         """Those of reads from these, which are connected."""
@@ -176,7 +207,8 @@ class Reading:
 
     def forget(self, agent: str | None = None) -> None:
         """Close the transfers from an agent, or all: before it, or their target, is let go."""
-        self.side_room.forget(agent)
+        for room in self._rooms.values():
+            room.forget(agent)
         gone = [
             key
             for key in self._prepared
@@ -188,7 +220,7 @@ class Reading:
         """Let go of the staging memory. `peers` is closed by itself."""
         self.forget()
         self._staging.close()
-        self.side_room.close()
+        self.close_rooms()
 
 
 class ReadPass(Watcher):

@@ -33,10 +33,10 @@ from torch_ros.errors import (
     UsageError,
     VersionNotFound,
 )
+from torch_ros.features.deltas import side_room
 from torch_ros.features.deltas.reading import DeltaRead
 from torch_ros.features.prefetch import flow
 from torch_ros.metrics import HandleCollector
-from torch_ros.transfer import side_room
 
 options = pytest.fixture(changing.options)
 pair = pytest.fixture(changing.pair)

@@ -7,13 +7,13 @@ from torch_ros.errors import CorruptDelta
 from torch_ros.features.deltas.copies import Attending, DeltaOptions
 from torch_ros.features.deltas.making import CopyDeltas, Outcome
 from torch_ros.features.deltas.reading import DeltaRead, DeltasOf
+from torch_ros.features.deltas.side_room import SideRoom
 from torch_ros.printable import log_of
 from torch_ros.shard.core import Shard
 from torch_ros.shard.report import Stopwatch, Via
 from torch_ros.shard.seams import Change, Feature, Staged
 from torch_ros.transfer.attending import Attendant, Copier
 from torch_ros.transfer.feed import Progress, Supply
-from torch_ros.transfer.side_room import SideRoom
 
 log: logging.Logger = log_of(__name__)
 
@@ -110,7 +110,7 @@ class Deltas(Feature):
         """Read and prove the deltas of the first source that shows some."""
         if not self._is_trusted:
             return None
-        room = change.reading.side_room
+        room = change.reading.room(SideRoom)
         reads = (self._read(room, change, supply) for supply in change.supplies)
         read = next((each for each in reads if each.is_possible()), None)
         if read is None:

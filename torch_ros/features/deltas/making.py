@@ -17,6 +17,7 @@ import torch
 
 from torch_ros.allocation import allocating
 from torch_ros.codec.delta import Changed, compare, encode
+from torch_ros.features.deltas.side_room import padded
 from torch_ros.features.deltas.table import (
     TABLE_BYTES,
     DeltaEntry,
@@ -28,7 +29,6 @@ from torch_ros.p2p.lasting import LastingMemory
 from torch_ros.printable import log_of
 from torch_ros.transfer.posting import POLL_S
 from torch_ros.transfer.registered import Registered
-from torch_ros.transfer.side_room import padded
 
 log: logging.Logger = log_of(__name__)
 

@@ -18,6 +18,7 @@ from torch_ros.costs import Costs
 from torch_ros.deadline import Deadline
 from torch_ros.errors import CorruptDelta
 from torch_ros.features.deltas.rules import DeltaWork, Extent, are_faster, reaches, wait_s
+from torch_ros.features.deltas.side_room import SideRead, SideRoom, SourceSpan
 from torch_ros.features.deltas.table import (
     NAME,
     TABLE_BYTES,
@@ -29,7 +30,6 @@ from torch_ros.features.deltas.table import (
 from torch_ros.printable import log_of
 from torch_ros.transfer.feed import TORN_S, Supply
 from torch_ros.transfer.registered import Registered
-from torch_ros.transfer.side_room import SideRead, SideRoom, SourceSpan
 from torch_ros.transfer.stall import SourceWait
 
 log: logging.Logger = log_of(__name__)

@@ -26,7 +26,7 @@ from torch_ros.codec.delta import (
     require_index,
 )
 from torch_ros.errors import CorruptDelta
-from torch_ros.transfer.side_room import ALIGNMENT_BYTES, padded
+from torch_ros.features.deltas.side_room import ALIGNMENT_BYTES, padded
 from torch_ros.weights.columns import Ints
 from torch_ros.weights.manifest import OBJECT, Layout, item_bytes
 

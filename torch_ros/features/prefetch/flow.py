@@ -99,7 +99,7 @@ class Prefetching(Feature):
 
     def _put_away(self) -> None:
         if self._reading is not None:
-            self._reading.side_room.close()  # what is staged stays, and is nobody else's
+            self._reading.close_rooms()  # what is staged stays, and is nobody else's
         if self._shard.is_closed and self._reading is not None:
             reading, self._reading = self._reading, None
             reading.close()

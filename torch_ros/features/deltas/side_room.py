@@ -23,6 +23,7 @@ from torch_ros.spans import Region, Spans
 from torch_ros.transfer.feed import Arrivals, Following, Supply
 from torch_ros.transfer.peers import Peers
 from torch_ros.transfer.posting import FLIGHT, TRANSFER_BYTES, Watcher, close_all, perform
+from torch_ros.transfer.reading import ReadingRoom
 from torch_ros.transfer.stall import SILENCE_S
 from torch_ros.weights.columns import Ints
 from torch_ros.weights.manifest import Manifest
@@ -47,20 +48,14 @@ class SourceSpan(NamedTuple):
         return self.address + self.size_bytes
 
 
-class SideRoom:
+class SideRoom(ReadingRoom):
     """Host memory in which they land; kept for the next ones until `close`."""
 
     def __init__(self, transport: Transport, peers: Peers, pages: HugePages) -> None:
-        self._transport, self._pages, self.peers = transport, pages, peers
+        super().__init__(transport, peers, pages)
         self._buffer: torch.Tensor | None = None
         self._registration: Registration | None = None
         self._flying: dict[str, list[Transfer]] = {}  # by agent; closed by whoever comes first
-
-    @property
-    def held_bytes(self) -> int:
-        """Any thread may ask."""
-        buffer = self._buffer
-        return 0 if buffer is None else buffer.nbytes
 
     def of(self, size_bytes: int) -> Bytes:
         """So much of it, aligned. What lay there before is gone.
@@ -73,9 +68,10 @@ class SideRoom:
             room_bytes = size_bytes + size_bytes // 8 + ALIGNMENT_BYTES
             with allocating("what is read beside the tensors", room_bytes):
                 self._buffer = torch.empty(room_bytes, dtype=torch.uint8, device="cpu")
+            self.held_bytes = self._buffer.nbytes
             region = Region(self._buffer.data_ptr(), self._buffer.nbytes)
-            self._pages.ask([region])
-            self._registration = self._transport.register([region])
+            self.pages.ask([region])
+            self._registration = self.transport.register([region])
         start = -self._buffer.data_ptr() % ALIGNMENT_BYTES
         return self._buffer.numpy()[start : start + size_bytes]
 
@@ -96,6 +92,7 @@ class SideRoom:
         if self._registration is not None:
             self._registration.close()
         self._buffer = self._registration = None
+        self.held_bytes = 0
 
 
 class _Landing(Watcher):
