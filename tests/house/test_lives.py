@@ -1,19 +1,10 @@
-"""A call's life is one table, which the code goes by and the documents show."""
-
-import runpy
-from pathlib import Path
+"""A call's life is one table, which the code goes by."""
 
 import pytest
 
 from torch_ros.protocol.life import IS_UNWAITED, MAY_HOLD, TABLE, CallEvent, CallLife, after
 
 MOVES = [(life, event, to or life) for lives, event, to, _ in TABLE for life in lives]
-LIVES = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "lives.py"))
-
-
-def test_the_drawing_of_a_calls_life_is_fresh():
-    page = LIVES["PAGE"].read_text()
-    assert page == LIVES["drawn"](page), "python docs/lives.py"
 
 
 def test_each_event_leads_to_one_life_and_each_life_is_come_to():

@@ -1,6 +1,6 @@
 """A call's life as one rank knows it: its states, and all that leads from one to another. Pure.
 
-docs/lives.py draws the table into docs/protocol/life.md.
+docs/protocol/life.md says what follows from them.
 """
 
 from enum import Enum
