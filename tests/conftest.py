@@ -115,13 +115,16 @@ def opened_with():
 
 @pytest.fixture
 def opened(endpoint, opened_with):
-    """Handles of one model, closed in the end: `opened("replica", **options)`."""
+    """Handles of one model, closed in the end: `opened("replica", tensors, **options)`."""
     own = "m-" + uuid.uuid4().hex[:8]
     handles, always = [], {"endpoint": endpoint, "timeout_s": 20, "ttl_s": 5, **opened_with}
 
-    def open_(replica=None, model=own, **options):
-        handles.append(torch_ros.open(model, replica=replica, **(always | options)))
-        return handles[-1]
+    def open_(replica=None, tensors=None, *, model=own, **options):
+        handle = torch_ros.open(model, replica=replica, **(always | options))
+        handles.append(handle)
+        if tensors is not None:
+            handle.register(tensors)
+        return handle
 
     yield open_
     for handle in handles:

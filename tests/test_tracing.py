@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from kit import inside
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -53,7 +54,7 @@ def published(handle, version):
 
 def record(handle, version):
     key = Keys(handle.model).version(handle.run, version)
-    kv = handle._shard.group.kv
+    kv = inside(handle).group.kv
     return VersionRecord.at(kv.read(Read((one(key),)), timeout_s=5), key)
 
 
@@ -118,9 +119,8 @@ def test_a_version_keeps_its_span_when_it_is_copied_and_brought_back(opened, end
     assert told
     trainer.unpublish()  # the only copy: it goes to host memory
     assert record(trainer, 1).traceparent == told
-    trainer._shard.group.fence(SeatLost("trainer", "for a test"))
-    rollout = opened("rollout")
-    rollout.register({"w": torch.empty(4)})
+    inside(trainer).group.fence(SeatLost("trainer", "for a test"))
+    rollout = opened("rollout", {"w": torch.empty(4)})
     rollout.replicate()
     assert record(trainer, 1).traceparent == told
     [publish], [read] = ended("publish"), ended("replicate")
@@ -136,8 +136,7 @@ def test_ranks_have_a_span_each_and_their_version_one(ranks, pool, ended):
 
 
 def test_a_call_that_fails_says_so_in_its_span(opened, ended):
-    rollout = opened("rollout")
-    rollout.register({"w": torch.empty(4)})
+    rollout = opened("rollout", {"w": torch.empty(4)})
     with pytest.raises(DeadlineExceeded):
         rollout.replicate(timeout_s=0.2)
     [span] = ended("replicate")

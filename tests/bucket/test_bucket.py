@@ -85,8 +85,7 @@ def archived(opened, bucket):
     """Publishes tensors and archives them; then the replica is closed."""
 
     def publish(version, tensors, *, name="trainer", close=True, **options):
-        trainer = opened(name)
-        trainer.register(tensors)
+        trainer = opened(name, tensors)
         trainer.publish(version)
         archiver = Archiver(opened("archiver", spot=True), bucket, keep=5, **options)
         written = archiver.archive(lambda *_: None)
@@ -575,8 +574,7 @@ def test_an_older_version_is_not_written_only_to_be_collected(archived, bucket, 
 def test_files_that_another_archiver_collects_make_no_version(
     bucket, opened, monkeypatch, tmp_path, before
 ):
-    trainer = opened("trainer")
-    trainer.register({"a": torch.ones(5)})
+    trainer = opened("trainer", {"a": torch.ones(5)})
     trainer.publish(7)
     archiver = Archiver(opened("archiver", spot=True), bucket, keep=1)
     do = getattr(bucket.store, before)
@@ -734,8 +732,7 @@ def test_the_command_archives_once(opened, asked, url):
 
 
 def test_the_largest_number_that_can_be_published_is_archived(opened, asked, tmp_path):
-    trainer = opened("trainer")
-    trainer.register({"w": torch.arange(1000.0)})
+    trainer = opened("trainer", {"w": torch.arange(1000.0)})
     trainer.publish(2**63 - 1)
     assert asked("archive", trainer.model, str(tmp_path), "--once")[::2] == (0, "")
     assert torch_ros.bucket.open(tmp_path.as_uri(), trainer.model).list() == {2**63 - 1: "full"}

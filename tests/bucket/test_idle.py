@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from kit import until
+from kit import inside, until
 
 import torch_ros.bucket
 from puppets.objects import ObjectServer
@@ -32,7 +32,7 @@ class Counts:
         self.read_count = self.wait_count = 0
 
     def archiver(self, handle, bucket, **options):
-        kv, wait = handle._shard.group.kv, handle.archives.wait
+        kv, wait = inside(handle).group.kv, handle.archives.wait
 
         def counted(ask):
             def asking(request, *, timeout_s):

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from kit import until
+from kit import inside, until
 
 import torch_ros
 import torch_ros.bucket
@@ -35,7 +35,7 @@ BOTH = pytest.mark.parametrize("endpoint", ["memory", "etcd"], indirect=True)
 def said(handle, replica="archiver"):
     """What the archiver's record says; None: there is none."""
     key = Keys(handle.model).archive(replica)
-    view = handle._shard.group.kv.read(Read((one(key),)), timeout_s=5)
+    view = inside(handle).group.kv.read(Read((one(key),)), timeout_s=5)
     return ArchiveRecord.at(view, key)
 
 
@@ -143,7 +143,7 @@ def test_an_archiver_says_what_its_bucket_has_and_again_from_another_seat(opened
     assert said(trainer) == ArchiveRecord(None)  # it is said when the caller is ready for it
     archiver.say()
     assert said(trainer).ref == trainer.fleet().latest
-    group = handle._shard.group
+    group = inside(handle).group
     before = group.seat
     group.session.close()  # its lease ends, and the record with it
     until(lambda: group.seat is not before and group.state == "seated")
@@ -191,8 +191,7 @@ def test_an_archiver_that_leaves_lets_the_trainer_go_at_once(opened, caplog):
 def test_nobody_waits_for_an_archiver_in_a_close_that_an_error_brings(opened):
     with opened("archiver", spot=True) as handle:
         handle.archives.say(None)
-        trainer = opened("trainer", linger_s=60)
-        trainer.register({"w": torch.zeros(10)})
+        trainer = opened("trainer", {"w": torch.zeros(10)}, linger_s=60)
         trainer.publish(1)
         began_s = time.monotonic()
         with pytest.raises(ZeroDivisionError), trainer:

@@ -83,8 +83,7 @@ def test_what_is_pulled_is_pushed_and_a_rollout_cannot_tell(opened, asked, tmp_p
     assert asked("pull", trainer.model, 7, tmp_path / "out")[0] == 0
     trainer.close()
     same(mapped(tmp_path / "out"), tensors)
-    handle = opened("again")
-    handle.register(mapped(tmp_path / "out"))
+    handle = opened("again", mapped(tmp_path / "out"))
     handle.publish(8)
     rollout = opened("rollout")
     found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
@@ -166,8 +165,7 @@ def short_of_memory():
 @pytest.mark.parametrize("form", ["safetensors", "dcp"])
 @pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
 def test_too_little_memory_is_a_line(opened, asked, tmp_path, short_of_memory, form):
-    trainer = opened("trainer")
-    trainer.register({"w": torch.zeros(1 << 30, dtype=torch.uint8)})
+    trainer = opened("trainer", {"w": torch.zeros(1 << 30, dtype=torch.uint8)})
     trainer.publish(1)
     short_of_memory()
     code, _, err = asked("pull", trainer.model, 1, tmp_path / "out", "--format", form)
@@ -299,8 +297,7 @@ def test_a_pull_to_where_nothing_can_be_written_ends_with_a_line(
     opened, asked, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    trainer = opened("trainer")
-    trainer.register({"w": torch.zeros(9)})
+    trainer = opened("trainer", {"w": torch.zeros(9)})
     trainer.publish(1)
     for place, said in places(tmp_path).values():
         code, _, err = asked("pull", trainer.model, 1, place)
@@ -320,8 +317,7 @@ def test_a_pull_to_where_nothing_can_be_written_ends_with_a_line(
 def test_a_pull_that_ends_while_it_writes_leaves_nothing(
     opened, asked, tmp_path, monkeypatch, form, how
 ):
-    trainer = opened("trainer")
-    trainer.register({"w": torch.zeros(9)})
+    trainer = opened("trainer", {"w": torch.zeros(9)})
     trainer.publish(1)
 
     def end(*_):
@@ -568,8 +564,7 @@ def test_a_process_that_pushes_stays_while_etcd_is_away(
 @pytest.mark.long
 @pytest.mark.parametrize("endpoint", ["etcd"], indirect=True)
 def test_a_pull_that_is_killed_leaves_no_folder_of_that_name(opened, endpoint, tmp_path):
-    trainer = opened("trainer")
-    trainer.register({f"w{n}": torch.full((1 << 22,), float(n)) for n in range(24)})
+    trainer = opened("trainer", {f"w{n}": torch.full((1 << 22,), float(n)) for n in range(24)})
     trainer.publish(1)
     command = [sys.executable, "-m", "torch_ros", "--endpoint", endpoint, "pull"]
     command += [trainer.model, "1", str(tmp_path / "out")]
@@ -594,8 +589,7 @@ def test_transformers_loads_what_was_pulled(opened, asked, tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
     config = transformers.Qwen3Config(num_attention_heads=2, num_key_value_heads=1, **sizes)
     model = transformers.Qwen3ForCausalLM(config)
-    trainer = opened("trainer")
-    trainer.register(model.state_dict())
+    trainer = opened("trainer", model.state_dict())
     trainer.publish(7)
     assert asked("pull", trainer.model, "7", tmp_path / "out")[0] == 0
     config.save_pretrained(tmp_path / "out")
@@ -678,8 +672,7 @@ def test_a_checkpoint_that_is_not_there_is_no_version_either(asked):
 def test_a_number_that_is_published_anew_is_not_taken_for_the_version(
     opened, asked, after_contents, tmp_path, command
 ):
-    old, new = opened("old"), opened("new", run="new")
-    old.register({"w": torch.zeros(4)})
+    old, new = opened("old", {"w": torch.zeros(4)}), opened("new", run="new")
     old.publish(1)
     new.register({"w": torch.ones(4)})
     after_contents(lambda: new.publish(1))
@@ -695,8 +688,7 @@ def test_a_number_that_is_published_anew_is_not_taken_for_the_version(
 
 
 def test_a_version_of_5000_digits_is_a_line(opened, asked, tmp_path):
-    trainer = opened("trainer")
-    trainer.register({"w": torch.zeros(4)})
+    trainer = opened("trainer", {"w": torch.zeros(4)})
     trainer.publish(1)
     code, _, err = asked("pull", trainer.model, "9" * 5000, tmp_path / "out")
     assert (code, "expected a number" in err) == (2, True)

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from kit import inside
 from pyetcd import etcdrpc as rpc
 
 from puppets import Actor
@@ -267,10 +268,9 @@ def test_an_old_etcd_and_another_release_are_named(endpoint):
 
 @pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
 def test_a_clock_that_is_ahead_is_named(opened, endpoint, capsys):
-    trainer = opened("trainer")
-    trainer.register({"w": torch.zeros(4)})
+    trainer = opened("trainer", {"w": torch.zeros(4)})
     trainer.publish(1)
-    kv, within = trainer._shard.group.kv, Keys(trainer.model).holdings()
+    kv, within = inside(trainer).group.kv, Keys(trainer.model).holdings()
     [(key, entry)] = kv.read(Read((within,)), timeout_s=5).within(within)
     holding = Holding.decode(entry.value, key)
     for ahead_s, level in ((0, []), (61, ["warn"])):

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from kit import inside
 from scraping import exporting, scrape
 from users import limited
 
@@ -27,7 +28,7 @@ def published(handle, version):
 def test_a_scrape_has_what_is_there_now_and_nothing_is_written(opened, endpoint):
     trainer = opened('trainer "one"\n')
     published(trainer, 7)
-    kv = trainer._shard.group.kv
+    kv = inside(trainer).group.kv
     before = kv.read(Read((EVERY_MODEL,)), timeout_s=5)
     with exporting(endpoint) as (process, said):
         found = scrape(said)
@@ -36,8 +37,7 @@ def test_a_scrape_has_what_is_there_now_and_nothing_is_written(opened, endpoint)
         assert found["torch_ros_fleet_only_copy", trainer.model] == 1
         after = kv.read(Read((EVERY_MODEL,)), timeout_s=5)
         assert after.entries == before.entries
-        rollout = opened("rollout")
-        rollout.register({"w": torch.empty(4)})
+        rollout = opened("rollout", {"w": torch.empty(4)})
         rollout.replicate()
         found = scrape(said)
         assert found["torch_ros_fleet_only_copy", trainer.model] == 0

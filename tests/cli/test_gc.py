@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from kit import inside
 from test_ls import published
 
 from torch_ros.cli import clearing, main
@@ -165,7 +166,7 @@ def test_who_comes_back_to_a_dead_run_keeps_it(opened, store):
     keys = Keys(trainer.model)
     put(store, (keys.run("dead"), RunRecord("host:1", 0)))
     seen = first_of(look(store, trainer.model))
-    lease = trainer._shard.group.session.lease_id
+    lease = inside(trainer).group.session.lease_id
     back = GroupRecord("0123abcd.01234567", 1, "dead")
     store.commit(Txn((), (Put(keys.group("back"), back.encode(), lease),)), timeout_s=5)
     assert not store.commit(seen, timeout_s=5).applied
@@ -179,8 +180,8 @@ def test_an_old_version_that_comes_back_stays(opened, store):
     keys, run = Keys(trainer.model), trainer.run
     put(store, (keys.version(run, 5), VersionRecord("v", "x/1/1")))
     seen = first_of(look(store, trainer.model))
-    lease = other._shard.group.session.lease_id
-    held = keys.holding(run, 5, "default", other._shard.group.seat.inst)
+    lease = inside(other).group.session.lease_id
+    held = keys.holding(run, 5, "default", inside(other).group.seat.inst)
     store.commit(Txn((), (Put(held, b"{}", lease),)), timeout_s=5)
     assert not store.commit(seen, timeout_s=5).applied
     assert look(store, trainer.model) == []

@@ -99,13 +99,11 @@ def test_each_replica_that_has_all_of_it_is_probed_and_nothing_stays(opened, end
 @pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
 @pytest.mark.parametrize("name", ["w", "x"])
 def test_a_number_that_is_published_anew_is_told_and_not_measured(opened, name):
-    first, doctor = opened("trainer"), opened("doctor-1", spot=True)
-    first.register({"w": torch.zeros(100)})
+    first, doctor = opened("trainer", {"w": torch.zeros(100)}), opened("doctor-1", spot=True)
     first.publish(1)
     contents = doctor.contents()
     first.close(linger_s=0)
-    anew = opened("trainer", run="new")
-    anew.register({name: torch.ones(100)})
+    anew = opened("trainer", {name: torch.ones(100)}, run="new")
     anew.publish(1)
     assert probing._holders(doctor, contents) == []
     read = partial(probing._read, doctor, contents, source="trainer")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from crowd import Crowd
+from kit import inside
 
 import torch_ros
 from torch_ros.cli import asking, ls, main, output
@@ -224,7 +225,7 @@ def test_it_shows_what_is_there_and_writes_nothing(opened, asked):
     published(trainer, 7)
     rollout.register({"w": torch.empty(4)})
     rollout.replicate()
-    kv = trainer._shard.group.kv
+    kv = inside(trainer).group.kv
     before = kv.read(Read((EVERY_MODEL,)), timeout_s=5).entries
     code, out, err = asked("ls")
     assert (code, err) == (0, "")
@@ -261,7 +262,7 @@ def test_what_is_not_there_is_said_with_what_may_be_meant(opened, asked):
 
 def test_a_model_of_another_release_does_not_hide_the_others(opened, asked):
     trainer = opened("trainer")
-    name, kv = f"{trainer.model}-other", trainer._shard.group.kv
+    name, kv = f"{trainer.model}-other", inside(trainer).group.kv
     kv.commit(Txn((), (Put(Keys(name).schema(), SchemaRecord(99, "9").encode()),)), timeout_s=5)
     code, out, err = asked("ls")
     is_hidden = asked("ls", name)[0]

@@ -112,8 +112,7 @@ def test_a_checkpoint_on_disk_is_right(three, asked, tmp_path):
 
 
 def test_nothing_to_compare_with_is_a_line(opened, asked):
-    trainer = opened("trainer")
-    trainer.register({"w": torch.zeros(4)})
+    trainer = opened("trainer", {"w": torch.zeros(4)})
     trainer.publish(7)
     code, _, err = asked("verify", trainer.model, 7)
     assert (code, "only trainer holds version 7" in err) == (2, True)

@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from kit import inside
 from msgspec.structs import replace
 from test_ls import published
 
@@ -203,7 +204,7 @@ def test_a_trainer_that_stands_still_with_its_seat_holds_the_rollout_up(
     rollout.register({"w": torch.empty(4)})
     rollout.replicate()
     keys = Keys(trainer.model)
-    shard = keys.shard(trainer._shard.group.seat.inst, 0)
+    shard = keys.shard(inside(trainer).group.seat.inst, 0)
     entry = store.read(Read((one(shard),)), timeout_s=5).entries[shard]
     stop(child)
     there = ShardRecord(socket.gethostname(), child.pid, ShardRecord.decode(entry.value, "").card)

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from kit import inside
 
 import torch_ros
 from torch_ros import Cast, Chunked, Float8
@@ -71,7 +72,7 @@ def test_buffers_are_registered_once_and_used_in_turn(opened):
     shown = []
     for version in range(4):
         trainer.publish_copy(version, {"w": torch.randn(1000)})  # allocated anew
-        shown.append(trainer._shard.mailbox.manifest)
+        shown.append(inside(trainer).mailbox.manifest)
     places = [manifest.addresses for manifest in shown]
     assert places[0] == places[2] != places[1] == places[3]
     assert len({manifest.descriptor for manifest in shown}) == 1
@@ -120,13 +121,13 @@ def test_a_copy_that_was_refused_does_not_bring_the_next_into_published_memory(o
     with pytest.raises(VersionConflict):
         trainer.publish_copy(6, {"w": torch.full((1000,), 6.0)})
     held = trainer.checkpoints.registered.memory[0]
-    unpublish = trainer._shard.unpublish
+    unpublish = inside(trainer).unpublish
 
     def look(deadline, **options):
         assert torch.equal(held, torch.full((1000,), 7.0)), "written while it was published"
         unpublish(deadline, **options)
 
-    trainer._shard.unpublish = look
+    inside(trainer).unpublish = look
     trainer.publish_copy(8, {"w": torch.full((1000,), 8.0)})
     rollout.replicate()
     assert torch.equal(target, torch.full((1000,), 8.0))
@@ -226,7 +227,7 @@ def test_quantised_copies_take_turns_in_two_buffers_that_stay(opened):
     for version in range(4):
         weights = {"w": torch.full((8, 16), 1.0 + version), "norm": torch.full((3,), 2.0)}
         trainer.publish_copy(version, weights, transform=both)
-        shown.append(trainer._shard.mailbox.manifest)
+        shown.append(inside(trainer).mailbox.manifest)
         weights["w"].fill_(-1)
         assert rollout.update() is True
         assert torch.equal(got["w"].float() * got["w_scale"], torch.full((8, 16), 1.0 + version))
@@ -286,8 +287,7 @@ def test_ranks_quantise_their_shards_alone_and_any_sharding_reads_them(opened, r
     expected, scales = quantised(tensor, high, wide)
     suffix = "_scale_inv" if block else "_scale"
     got = {"w": torch.empty_like(expected), "w" + suffix: torch.empty_like(scales)}
-    rollout = opened("rollout")
-    rollout.register(got)
+    rollout = opened("rollout", got)
     assert rollout.replicate() == 1
     assert same(got["w"], expected)
     assert same(got["w" + suffix], scales)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from kit import read_only
+from kit import inside, read_only
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -102,7 +102,7 @@ def test_a_whole_state_dict_comes_back_and_is_served_on(handles):
     assert got["model"]["w"] is w, "loaded in place"
     assert (trainer.version, rollout.version) == (3, 3)
     trainer.close()
-    with torch_ros.open("m", endpoint=rollout._shard.group.kv.endpoint, replica="late") as late:
+    with torch_ros.open("m", endpoint=inside(rollout).group.kv.endpoint, replica="late") as late:
         again = blank()
         assert load(late, again) == 3
         assert_same(saved, again)
@@ -126,9 +126,9 @@ def test_an_unchanged_state_dict_is_not_registered_again(handles):
     trainer, _ = handles
     saved = {"w": torch.randn(10)}
     save(trainer, 1, saved)
-    before = trainer._shard.mailbox._tensors
+    before = inside(trainer).mailbox._tensors
     save(trainer, 2, saved)
-    assert trainer._shard.mailbox._tensors is before
+    assert inside(trainer).mailbox._tensors is before
 
 
 def test_a_part_is_taken_without_serving_it(handles, caplog):

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from kit import until
+from kit import inside, until
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.testing._internal.distributed import multi_threaded_pg
 
@@ -243,8 +243,8 @@ def test_a_rank_that_never_began_a_save_is_in_step_with_its_next(replicas, first
         versions = [2, 3] if rank == 0 else [3]
         if rank != first:
             there.wait(BOUND_S)
-            key = handle._shard.group.seat.own[1]
-            until(lambda: handle._shard.group.kv.read(Read((key,)), timeout_s=5).entries)
+            key = inside(handle).group.seat.own[1]
+            until(lambda: inside(handle).group.kv.read(Read((key,)), timeout_s=5).entries)
         there.set()
         for version in versions:
             try:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from kit import inside
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
@@ -100,7 +101,7 @@ def test_an_unchanged_state_dict_is_planned_and_registered_once(handles):
         load(rollout, loaded)
         assert_same(saved, loaded)
         seen.append(
-            [(memos(h), h.checkpoints.registered, h._shard.mailbox._tensors) for h in handles]
+            [(memos(h), h.checkpoints.registered, inside(h).mailbox._tensors) for h in handles]
         )
         seen[-1] = [(dict(memo), *rest) for memo, *rest in seen[-1]]
     for before, after in zip(seen[0] + seen[1], seen[1] + seen[2], strict=True):
@@ -159,7 +160,7 @@ def test_what_changed_is_noticed(handles, change):
     assert [type(v) for _, v in flat(blank)] == [type(v) for _, v in flat(saved)]
     assert str(blank["rate"]) == str(saved["rate"])
     mine = {t.data_ptr() for _, t in flat(saved) if isinstance(t, torch.Tensor) and t.numel()}
-    shown = set(trainer._shard.mailbox.manifest.addresses)
+    shown = set(inside(trainer).mailbox.manifest.addresses)
     assert mine <= shown, "published somewhere else than in place"
 
 
@@ -217,9 +218,9 @@ def test_the_same_is_published_as_with_dcps_own_planner(handles):
     trainer, rollout = handles
     saved = state(1.0)
     save(trainer, 1, saved)
-    ours = trainer._shard.mailbox.manifest.layout
+    ours = inside(trainer).mailbox.manifest.layout
     dcp.save(saved, storage_writer=ROSWriter(2, handle=trainer), planner=DefaultSavePlanner())
-    assert trainer._shard.mailbox.manifest.layout == ours
+    assert inside(trainer).mailbox.manifest.layout == ours
     got = state(0.0)
     reader = ROSReader("latest", handle=rollout)
     dcp.load(got, storage_reader=reader, planner=DefaultLoadPlanner())
@@ -239,7 +240,7 @@ def test_names_that_flatten_alike_are_told_apart(handles, ours):
         writer = ROSWriter(version, handle=trainer)
         planner = writer.planner() if version in ours else None
         dcp.save(saved, storage_writer=writer, planner=planner)
-        (record,) = trainer._shard.mailbox.manifest.layout.tensors
+        (record,) = inside(trainer).mailbox.manifest.layout.tensors
         assert record.path == path
 
 
@@ -266,7 +267,7 @@ def test_what_another_thread_registered_is_not_taken_for_ours(handles):
     save(trainer, 2, second)
     memos(trainer)["save"].learn(outline(first), trainer.checkpoints.registered)
     save(trainer, 3, first)
-    assert trainer._shard.mailbox.manifest.addresses == (first["w"].data_ptr(),)
+    assert inside(trainer).mailbox.manifest.addresses == (first["w"].data_ptr(),)
 
 
 def test_memory_that_was_freed_is_not_taken_for_what_lies_there_now(handles):

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from kit import inside
 
 from torch_ros.errors import (
     CallAborted,
@@ -29,8 +30,7 @@ def rollout_of(opened, name="rollout", **options):
 
 
 def publisher(opened):
-    handle = opened("trainer")
-    handle.register({"w": torch.ones(8)})
+    handle = opened("trainer", {"w": torch.ones(8)})
     handle.publish(1)
     return handle
 
@@ -56,7 +56,7 @@ async def until(holds):
 
 
 def pending(handle):
-    return handle._shard.group.ledger.pending
+    return inside(handle).group.ledger.pending
 
 
 def test_they_are_the_calls_of_the_handle(opened):
@@ -138,7 +138,7 @@ def test_what_waits_without_end_can_be_cancelled(opened, call):
 @pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
 def test_a_follower_can_be_cancelled_while_etcd_is_away(opened, monkeypatch):
     rollout, tries = rollout_of(opened), 0
-    kv = rollout._shard.group.kv
+    kv = inside(rollout).group.kv
     read = kv.read
 
     def away(request, *, timeout_s):

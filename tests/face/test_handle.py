@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from kit import inside
 
 import torch_ros
 from torch_ros.costs import NIXL_COSTS
@@ -56,8 +57,7 @@ only_memory = pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
 
 
 def publisher(opened, tensors, version=1, name="trainer"):
-    handle = opened(name)
-    handle.register(tensors)
+    handle = opened(name, tensors)
     handle.publish(version)
     return handle
 
@@ -98,8 +98,7 @@ def test_every_kind_of_tensor_arrives_bit_for_bit(opened):
     tensors = every_kind()
     publisher(opened, tensors)
     got = targets_for(tensors)
-    rollout = opened("rollout")
-    rollout.register(got)
+    rollout = opened("rollout", got)
     assert rollout.replicate() == 1
     for fqn, tensor in tensors.items():
         assert got[fqn].dtype == tensor.dtype, fqn
@@ -114,8 +113,7 @@ def test_non_contiguous_targets_and_sources_meet(opened):
     source = torch.randn(50, 60)
     publisher(opened, {"w": source.t()})
     buffer = torch.zeros(120, 50)
-    rollout = opened("rollout")
-    rollout.register({"w": buffer[::2]})
+    rollout = opened("rollout", {"w": buffer[::2]})
     rollout.replicate()
     assert torch.equal(buffer[::2], source.t())
     assert torch.count_nonzero(buffer[1::2]) == 0
@@ -125,9 +123,8 @@ def test_non_contiguous_targets_and_sources_meet(opened):
 def test_published_in_place_and_read_in_place(opened):
     source, target = torch.randn(1000), torch.zeros(1000)
     trainer = publisher(opened, {"w": source})
-    assert trainer._shard.mailbox.manifest.addresses == (source.data_ptr(),)
-    rollout = opened("rollout")
-    rollout.register({"w": target})
+    assert inside(trainer).mailbox.manifest.addresses == (source.data_ptr(),)
+    rollout = opened("rollout", {"w": target})
     where, before = target.data_ptr(), target._version
     rollout.replicate()
     assert target.data_ptr() == where
@@ -140,16 +137,14 @@ def test_inference_tensors_can_be_filled(opened):
     publisher(opened, {"w": torch.ones(10)})
     with torch.inference_mode():
         target = torch.zeros(10)
-        rollout = opened("rollout")
-        rollout.register({"w": target})
+        rollout = opened("rollout", {"w": target})
         rollout.replicate()
         assert torch.equal(target, torch.ones(10))
 
 
 def test_update_follows_and_says_whether_it_did(opened):
     source, target = {"w": torch.zeros(100)}, {"w": torch.full((100,), -1.0)}
-    trainer, rollout = publisher(opened, source, 0), opened("rollout")
-    rollout.register(target)
+    trainer, rollout = publisher(opened, source, 0), opened("rollout", target)
     assert rollout.update("latest") is True  # holding nothing, it replicates
     assert rollout.update("latest") is False
     for version in (1, 2, 5):
@@ -165,8 +160,7 @@ def test_update_follows_and_says_whether_it_did(opened):
 def test_update_never_goes_back(opened):
     old = publisher(opened, {"w": torch.zeros(3)}, 3, name="old")
     new = publisher(opened, {"w": torch.ones(3)}, 4, name="new")
-    rollout = opened("rollout")
-    rollout.register({"w": torch.full((3,), -1.0)})
+    rollout = opened("rollout", {"w": torch.full((3,), -1.0)})
     rollout.replicate()
     new.close()
     assert rollout.update("latest") is False
@@ -201,8 +195,7 @@ def test_a_second_of_anything_is_refused_and_unpublish_may_be_repeated(opened):
 @pytest.mark.parametrize("bad", ["7", "newest", "latest-", -1, 1.5, True, None, 2**63])
 @only_memory
 def test_bad_versions_are_named(opened, bad):
-    handle = opened("r")
-    handle.register({"w": torch.ones(3)})
+    handle = opened("r", {"w": torch.ones(3)})
     with pytest.raises(UsageError, match="version"):
         handle.replicate(bad, timeout_s=1)
     if not isinstance(bad, str):
@@ -233,8 +226,7 @@ def test_what_does_not_fit_is_named_and_leaves_the_handle_usable(opened):
 
 @only_memory
 def test_a_deadline_names_what_it_waited_for(opened):
-    rollout = opened("rollout")
-    rollout.register({"w": torch.ones(3)})
+    rollout = opened("rollout", {"w": torch.ones(3)})
     with pytest.raises(DeadlineExceeded, match="none is available yet") as caught:
         rollout.replicate(timeout_s=0.2)
     assert isinstance(caught.value, TimeoutError)
@@ -243,8 +235,7 @@ def test_a_deadline_names_what_it_waited_for(opened):
 
 
 def test_wait_wakes_when_its_predicate_holds(opened):
-    trainer, rollout = opened("trainer"), opened("rollout")
-    trainer.register({"w": torch.ones(3)})
+    trainer, rollout = opened("trainer", {"w": torch.ones(3)}), opened("rollout")
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(rollout.wait, lambda versions: 3 in versions)
         trainer.publish(3)
@@ -255,8 +246,7 @@ def test_wait_wakes_when_its_predicate_holds(opened):
 def test_an_absolute_version_that_is_being_filled_is_waited_for(opened):
     trainer = publisher(opened, {"w": torch.ones(3)}, 7)
     trainer.unpublish()
-    rollout = opened("rollout")
-    rollout.register({"w": torch.zeros(3)})
+    rollout = opened("rollout", {"w": torch.zeros(3)})
     with pytest.raises(VersionNotFound, match="no replica holds it now"):
         rollout.replicate(7)
 
@@ -264,13 +254,11 @@ def test_an_absolute_version_that_is_being_filled_is_waited_for(opened):
 @only_memory
 def test_a_publication_that_failed_leaves_no_number_behind(opened):
     publisher(opened, {"w": torch.ones(3)}, 1, name="a")
-    other = opened("b")
-    other.register({"w": torch.ones(4)})
+    other = opened("b", {"w": torch.ones(4)})
     with pytest.raises(ManifestMismatch):
         other.publish(1)
-    lonely = opened("lonely", rank=0, world_size=1)
-    lonely.register({"w": torch.ones(3)})
-    group = lonely._shard.group
+    lonely = opened("lonely", {"w": torch.ones(3)}, rank=0, world_size=1)
+    group = inside(lonely).group
 
     def fails(call):
         call.decide_to_publish(9)
@@ -287,8 +275,7 @@ def _deadline():
 
 
 def test_a_closed_handle_says_so_and_closes_again(opened):
-    handle = opened("r")
-    handle.register({"w": torch.ones(3)})
+    handle = opened("r", {"w": torch.ones(3)})
     handle.publish(1)
     other = opened("other")
     handle.close()
@@ -321,8 +308,7 @@ def test_a_handle_that_is_dropped_goes_on_serving(opened, endpoint):
 def test_several_handles_of_one_process_are_several_replicas(opened):
     publisher(opened, {"w": torch.ones(3)})
     for name in "abc":
-        rollout = opened(name)
-        rollout.register({"w": torch.zeros(3)})
+        rollout = opened(name, {"w": torch.zeros(3)})
         rollout.replicate()
     assert rollout.list() == {1: {"trainer", "a", "b", "c"}}
 
@@ -464,8 +450,7 @@ def test_a_forked_child_is_inert(opened):
     assert process.exitcode == 0
     assert "is its fork" in answers.get()
     assert handle.list() == {1: {"trainer"}}
-    rollout = opened("rollout")
-    rollout.register({"w": torch.zeros(3)})
+    rollout = opened("rollout", {"w": torch.zeros(3)})
     assert rollout.replicate() == 1
 
 
@@ -531,8 +516,7 @@ def test_a_version_that_may_be_offered_is_unpublished_before_it_is_written(monke
 
 @only_memory
 def test_ctrl_c_while_waiting_leaves_the_handle_usable(opened, ctrl_c):
-    rollout = opened("rollout")
-    rollout.register({"w": torch.zeros(3)})
+    rollout = opened("rollout", {"w": torch.zeros(3)})
     with pytest.raises(KeyboardInterrupt):  # it may come at once
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         rollout.replicate()
@@ -574,8 +558,7 @@ def test_a_long_wait_says_what_it_waits_for(opened, endpoint, monkeypatch, caplo
     monkeypatch.setattr("torch_ros.store.run.PATIENCE_S", 0.1)
     monkeypatch.setattr("torch_ros.store.run.ALARM_S", alarm_s)  # from when on it is a warning
     there = "seen-" + uuid.uuid4().hex[:8]
-    rollout = opened("rollout")
-    rollout.register({"w": torch.zeros(3)})
+    rollout = opened("rollout", {"w": torch.zeros(3)})
     with (
         torch_ros.open(there, endpoint=endpoint, replica="other") as other,
         ThreadPoolExecutor(1) as pool,
@@ -637,7 +620,7 @@ def test_a_handle_is_not_closed_nor_called_within_one_of_its_calls(etcd_endpoint
 def test_close_tells_readers_before_it_frees_the_tensors(opened):
     memory = np.zeros(1 << 20, np.uint8)
     handle = opened("t")
-    word, words = handle._shard.mailbox._word, []
+    word, words = inside(handle).mailbox._word, []
     weakref.finalize(memory, lambda: words.append(int(word[0])))
     handle.register({"w": torch.from_numpy(memory)})
     handle.publish(1)
@@ -651,8 +634,7 @@ def test_close_tells_readers_before_it_frees_the_tensors(opened):
 @only_memory
 def test_close_ends_a_read_that_does_not_go_on(opened, monkeypatch):
     publisher(opened, {"w": torch.zeros(3)})
-    rollout = opened("rollout")
-    rollout.register({"w": torch.zeros(3)})
+    rollout = opened("rollout", {"w": torch.zeros(3)})
     reads = threading.Event()
 
     def is_done(_):
@@ -750,21 +732,20 @@ def test_rows_are_read_for_an_eighth_of_them_only_where_each_span_is_dear(
 @only_memory
 def test_ctrl_c_at_the_very_end_of_a_call_does_not_take_its_number_away(opened):
     """It comes between the call's good end and its return."""
-    handle = opened("t")
-    handle.register({"w": torch.ones(3)})
-    made = type(handle._shard.group.ledger).made
+    handle = opened("t", {"w": torch.ones(3)})
+    made = type(inside(handle).group.ledger).made
 
     def interrupted(*_):
-        type(handle._shard.group.ledger).made = made
+        type(inside(handle).group.ledger).made = made
         raise KeyboardInterrupt
 
     for call in (lambda: handle.publish(1), handle.unpublish, lambda: handle.publish(2)):
-        type(handle._shard.group.ledger).made = interrupted
+        type(inside(handle).group.ledger).made = interrupted
         try:
             with pytest.raises(KeyboardInterrupt):
                 call()
         finally:
-            type(handle._shard.group.ledger).made = made
+            type(inside(handle).group.ledger).made = made
     assert (handle.version, handle.list()) == (2, {2: {"t"}})
     handle.unpublish()
     handle.publish(3)

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from kit import inside
 
 from torch_ros.deadline import wall_ms
 from torch_ros.protocol.keys import Keys
@@ -44,7 +45,7 @@ def test_a_fleet_is_who_has_what_and_where(opened):
         (1, "spot", "replica", "full", True),
         (1, "trainer", "copy", "full", True),
     ]
-    assert fleet.latest == trainer._shard.held
+    assert fleet.latest == inside(trainer).held
     assert [(each.ref.version, each.is_offered) for each in fleet.versions] == [
         (2, True),
         (1, True),
@@ -81,10 +82,10 @@ def test_a_reader_that_comes_back_knows_when_its_version_was_published(opened):
     published(trainer, 1)
     replicated(rollout)
     [there] = trainer.fleet().versions
-    kept = rollout._shard.group.ledger.held
+    kept = inside(rollout).group.ledger.held
     assert kept.at_ms == there.at_ms
     assert kept.record(None, "rollout").at_ms == there.at_ms
-    original = trainer._shard.group.ledger.held
+    original = inside(trainer).group.ledger.held
     assert (original.record(None, "trainer").by, kept.record(None, "rollout").by) == ("trainer", "")
 
 
@@ -145,7 +146,7 @@ def test_an_empty_model_has_its_own_replica_only(opened):
 def test_a_record_that_cannot_be_read_is_not_there(opened):
     trainer = opened("trainer")
     published(trainer, 1)
-    shard = trainer._shard
+    shard = inside(trainer)
     keys, held = Keys(trainer.model), shard.held
     ops = (
         Put(keys.holding(held.run, 1, "default", "ghost@00000000"), b"{"),
@@ -159,7 +160,7 @@ def test_a_record_that_cannot_be_read_is_not_there(opened):
 def test_full_is_not_offered_that_readers_are_not_given(opened):
     trainer = opened("trainer")
     published(trainer, 1)
-    shard = trainer._shard
+    shard = inside(trainer)
     keys, held = Keys(trainer.model), shard.held
     other = Holding("0123456789abcdef", 1, "full", 1)  # of another content with this number
     moved = Holding(held.uid, 1, "full", 1, "east")  # whose key says that it is elsewhere

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from kit import inside
 
 import torch_ros
 from torch_ros.errors import CorruptWeights, SourceLost, TorchRosError
@@ -137,8 +138,8 @@ def quick():
 def reads_from_the_good(transport, what):
     with quick(), replicas(transport, "bad", "good", "me") as all_:
         bad, _, me = all_
-        before = bad._shard.mailbox.manifest
-        shown = spoil(bad._shard.mailbox, what)
+        before = inside(bad).mailbox.manifest
+        shown = spoil(inside(bad).mailbox, what)
         mine = {fqn: torch.zeros(shape) for fqn, shape in TENSORS.items()}
         me.unregister()
         me.register(mine)
@@ -180,7 +181,7 @@ def test_a_bad_peer_fails_nobody_over_nixl(what):
 @example(("manifest", [5, 0], 0, False))
 def test_a_bad_peer_alone_is_named(what):
     with quick(), replicas("auto", "bad", "me") as (bad, me):
-        spoil(bad._shard.mailbox, what)
+        spoil(inside(bad).mailbox, what)
         try:
             me.replicate(1)
         except SourceLost as lost:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from kit import until
+from kit import inside, until
 
 import torch_ros
 from torch_ros.deadline import Deadline
@@ -39,7 +39,7 @@ def trainer(endpoint):
 def test_what_a_seat_brings_back_while_unpublish_gives_up_is_unpublished_there(
     trainer, endpoint, monkeypatch
 ):
-    group, may_return = trainer._shard.group, threading.Event()
+    group, may_return = inside(trainer).group, threading.Event()
     take_seat, forget = group._take_seat_again, group.ledger.forget
 
     def take_seat_when_told():

@@ -7,7 +7,7 @@ import uuid
 
 import pytest
 import torch
-from kit import until
+from kit import inside, until
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from scraping import scrape
@@ -145,8 +145,7 @@ def test_who_streams_and_who_borrows_is_told_while_it_does(opened, monkeypatch):
 
 @pytest.mark.long
 def test_reads_that_fail_are_counted_by_their_error(opened):
-    rollout = opened("rollout")
-    rollout.register({"w": torch.empty(4)})
+    rollout = opened("rollout", {"w": torch.empty(4)})
     for _ in range(2):
         with pytest.raises(DeadlineExceeded):
             rollout.replicate(timeout_s=0.2)
@@ -157,7 +156,7 @@ def test_reads_that_fail_are_counted_by_their_error(opened):
 def test_a_lost_seat_is_counted_and_shown(opened):
     trainer = opened("trainer")
     published(trainer, 1)
-    shard = trainer._shard
+    shard = inside(trainer)
     shard.group.fence(SeatLost("trainer", "for a test"))
     found = figures(trainer)
     assert found["seat_lost_total", "trainer", "0"] == 1
@@ -186,10 +185,10 @@ def test_a_process_that_is_cut_off_from_etcd_says_so(etcd_server, ttl_s):
 @pytest.mark.long
 def test_counters_outlive_a_handle(opened):
     rollout = opened("rollout")
-    rollout._shard.observed.tally.corrupt += 3
+    inside(rollout).observed.tally.corrupt += 3
     rollout.close()
     again = opened("rollout")
-    again._shard.observed.tally.corrupt += 1
+    inside(again).observed.tally.corrupt += 1
     assert figures(again)["corrupt_total", "rollout", "0"] == 4
     assert figures(again)["seated", "rollout", "0"] == 1
 

@@ -61,8 +61,7 @@ def served(opened, endpoint):
     trainer.publish(1)
     with rollout.installing(1):
         rollout.read(1, {"w": torch.empty(4)})
-    reader = opened("reader")
-    reader.register({"w": torch.empty(4)})
+    reader = opened("reader", {"w": torch.empty(4)})
     bucket = torch_ros.bucket.open("memory://board", trainer.model)
     archiver = Archiver(opened("archiver", spot=True), bucket, keep=1)
     archiver.totals.retries["BucketError"] += 1

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kit import at_once
+from kit import at_once, inside
 
 from torch_ros.errors import Fenced
 from torch_ros.protocol.seat import CALLS_KEPT, KNOWN_KEPT, calls_of, recall
@@ -10,7 +10,7 @@ from torch_ros.store.txn import Read
 
 
 def seen_by(handle):
-    group = handle._shard.group
+    group = inside(handle).group
     return group.kv.read(Read(group.seat.own), timeout_s=5), group.seat
 
 

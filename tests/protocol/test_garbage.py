@@ -5,6 +5,7 @@ import uuid
 
 import pytest
 import torch
+from kit import inside
 
 import torch_ros
 from torch_ros.errors import BackendError, UsageError, VersionConflict
@@ -57,7 +58,7 @@ def test_garbage_of_others_stops_nobody(caplog):
     model = Model()
     with model.open("t", 1) as trainer, model.open("r", 0) as rollout:
         trainer.publish(1)
-        names = {"run": trainer.run, "source": trainer._shard.group.seat.inst}
+        names = {"run": trainer.run, "source": inside(trainer).group.seat.inst}
         for key, value in OTHERS.items():
             model.put(key.format(**names), value)
         assert rollout.list() == {1: {"t"}}
@@ -76,12 +77,12 @@ def test_a_holding_whose_value_names_another_datacenter_is_nobodys(caplog):
     model = Model(retain=("latest",))
     with model.open("t", 1) as trainer, model.open("r", 0) as rollout:
         trainer.publish(1)
-        uid = trainer._shard.held.uid
+        uid = inside(trainer).held.uid
         held = Holding(uid, 1, "full", 1, "elsewhere", is_original=True)
         model.put(f"holdings/{trainer.run}/{1:020d}/default/z@1", held.encode())
         assert rollout.list() == {1: {"t"}}
         trainer.unpublish()
-        assert len(trainer._shard.copies) == 1  # it is no witness
+        assert len(inside(trainer).copies) == 1  # it is no witness
         with pytest.raises(VersionConflict):  # nor a fellow publisher
             trainer.publish(1)
     assert "names the datacenter 'elsewhere'" in caplog.text

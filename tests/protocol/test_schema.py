@@ -1,6 +1,7 @@
 """Another release is told apart by one number, before any record of it is believed."""
 
 import pytest
+from kit import inside
 
 import torch_ros
 from torch_ros.errors import BackendError
@@ -14,12 +15,12 @@ OTHER = SchemaRecord(SCHEMA + 1, "9.9.9")
 
 def put(handle, record):
     key = Keys(handle.model).schema()
-    handle._shard.group.kv.commit(Txn((), (Put(key, record.encode()),)), timeout_s=5)
+    inside(handle).group.kv.commit(Txn((), (Put(key, record.encode()),)), timeout_s=5)
 
 
 def entries(handle):
     ranges = (Keys(handle.model).groups(), one(Keys(handle.model).schema()))
-    return handle._shard.group.kv.read(Read(ranges), timeout_s=5).entries
+    return inside(handle).group.kv.read(Read(ranges), timeout_s=5).entries
 
 
 def test_the_first_handle_of_a_model_says_which_format_it_has(opened):
@@ -48,7 +49,7 @@ def test_a_model_of_another_release_is_refused_by_name_and_left_as_it_is(opened,
 @pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
 def test_who_comes_back_to_an_empty_store_puts_it_again(opened):
     handle = opened("here", ttl_s=2)
-    group = handle._shard.group
+    group = inside(handle).group
     group.kv.commit(Txn((), (Delete(one(Keys(handle.model).schema())),)), timeout_s=5)
     group.kv.revoke(group.session.lease_id, timeout_s=5)
     handle.wait(lambda _: Keys(handle.model).schema() in entries(handle), timeout_s=15)

@@ -2,12 +2,11 @@
 
 import logging
 import threading
-import uuid
 
 import pytest
 import torch
+from kit import inside, memory
 
-import torch_ros
 from torch_ros.errors import ManifestMismatch, SourceLost, StoreUnavailable
 from torch_ros.protocol.keys import replica_of
 from torch_ros.shard import host_copies, replication
@@ -21,21 +20,16 @@ def tensors():
     return {}
 
 
+endpoint = pytest.fixture(memory)
+
+
 @pytest.fixture
-def opened(tensors):
-    endpoint, handles = f"memory://{uuid.uuid4().hex}", []
-
+def opened(opened, tensors):
     def open_(replica, datacenter, **options):
-        options = {"endpoint": endpoint, "transport": "memory", "timeout_s": 20, **options}
-        handle = torch_ros.open("m", replica=replica, datacenter=datacenter, **options)
-        handles.append(handle)
-        tensors[replica] = torch.full((4,), float(not handles[1:]))
-        handle.register({"w": tensors[replica]})
-        return handle
+        mine = tensors[replica] = torch.full((4,), float(not tensors))
+        return opened(replica, {"w": mine}, datacenter=datacenter, transport="memory", **options)
 
-    yield open_
-    for handle in handles:
-        handle.close()
+    return open_
 
 
 @pytest.fixture
@@ -182,7 +176,7 @@ def test_who_reads_from_afar_is_waited_for_where_memory_is_short(far_reader, mon
     unpublishing.start()
     reader.wait(lambda versions: not versions)  # it drains
     assert unpublishing.is_alive()
-    assert not trainer._shard.copies
+    assert not inside(trainer).copies
     goes_on.set()
     unpublishing.join(20)
     thread.join(20)

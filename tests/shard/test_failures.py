@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from kit import until
+from kit import inside, until
 
 import torch_ros
 from torch_ros.deadline import Deadline
@@ -103,7 +103,7 @@ class Stop:
 
         def stopping(progress, *arguments):
             add(progress, *arguments)
-            if progress._mailbox is handle._shard.mailbox and progress.done.sum() >= after:
+            if progress._mailbox is inside(handle).mailbox and progress.done.sum() >= after:
                 self.reached.set()
                 assert self.go_on.wait(15)
 
@@ -142,7 +142,7 @@ def test_a_reader_whose_source_dies_goes_on_from_another_with_what_it_has(
 
 def readers_of(handle):
     """The reader records of the model."""
-    group = handle._shard.group
+    group = inside(handle).group
     keys = group.seat.keys
     rule = lambda view: torch_ros.store.loops.Done([k for k, _ in view.within(keys.readers())])
     deadline = torch_ros.store.run.Deadline("look", 5)
@@ -173,8 +173,8 @@ def test_a_call_that_was_left_open_does_not_keep_a_replaced_handle_from_its_tens
     """The store says that the seat is lost before anything of this process has noticed."""
     monkeypatch.setattr(Group, "_watch", lambda _: None)
     first, tensors = publisher(opened)
-    first._shard.group.ledger.unfinished = call = GroupCall(
-        first._shard.group, 2, "agree", Asked("check"), Deadline("check", 1)
+    inside(first).group.ledger.unfinished = call = GroupCall(
+        inside(first).group, 2, "agree", Asked("check"), Deadline("check", 1)
     )
     call._failure = Failure.of(RuntimeError("etcd was away"), replica="trainer", call=2, rank=0)
     opened("trainer")
@@ -189,7 +189,7 @@ def test_a_call_that_was_left_open_does_not_keep_a_replaced_handle_from_its_tens
 def test_a_version_is_not_looked_up_in_tensors_that_were_taken_back(opened):
     """Until its lease ends, the store offers what this process could not unpublish there."""
     trainer, _ = publisher(opened)
-    trainer._shard.mailbox.withdraw()
+    inside(trainer).mailbox.withdraw()
     with pytest.raises(DeadlineExceeded, match="rank 0 has taken its tensors back"):
         trainer.checkpoints.inspect("latest", 0.2)
 
@@ -217,7 +217,7 @@ def test_full_replicas_that_nobody_reads_from_share_the_work(opened, monkeypatch
     assert report.bytes_read == report.bytes_total, "something was read twice"
     left = {"nobody": "trainer, first", "trainer": "first", "first": "trainer"}[dies]
     assert (report.source, report.reroutes) == (left, int(dies != "nobody"))
-    assert newcomer._shard.observed.tally.reroutes == report.reroutes
+    assert inside(newcomer).observed.tally.reroutes == report.reroutes
     assert report.stages_s["read"] > 0.2, "what was read from who was lost took time, too"
     assert readers_of(newcomer) == []
 
@@ -229,7 +229,7 @@ def test_sources_take_turns(opened, monkeypatch):
     assert [handle.replicate() for handle in early] == [1, 1]
     newcomer, got = reader(opened, "newcomer")
     newcomer.replicate()
-    ((_, made),) = newcomer._shard.reading._prepared.values()
+    ((_, made),) = inside(newcomer).reading._prepared.values()
     assert [batch.supply for batch in made] == [0, 1, 0, 1]
     assert [each.size_bytes for batch in made for each in batch.transfers] == [8000] * 4
     assert same(got, tensors)
@@ -277,7 +277,7 @@ def cut(opened, name, dim, rank, world_size, fill=-1.0):
     mine = {f"m{i}": torch.full(sizes, fill) for i in range(8)}
     chunks = {fqn: (LocalChunk(offsets, tensor),) for fqn, tensor in mine.items()}
     tensors = [LocalTensor(fqn, torch.float32, (4, 6), c, spread=True) for fqn, c in chunks.items()]
-    handle._shard.tensors.show(LocalState(tensors, {}, {}))
+    inside(handle).tensors.show(LocalState(tensors, {}, {}))
     return handle, mine
 
 
@@ -296,8 +296,8 @@ def test_a_replica_that_is_filling_serves_those_that_are_cut_otherwise(opened, m
         return [pool.submit(handle.replicate) for handle in handles]
 
     def await_five(*handles):
-        mailboxes = [handle._shard.mailbox for handle in handles]
-        until(lambda: all(mailbox._word[0] & 0xFFFFFFFF == 5 for mailbox in mailboxes))
+        mailboxes = [inside(handle).mailbox for handle in handles]
+        until(lambda: all(mailbox.word.position == 5 for mailbox in mailboxes))
 
     calls = begin(*(handle for handle, _ in columns))
     assert all(stop.reached.wait(10) for stop in stops)
@@ -334,7 +334,7 @@ def matrix(opened, name, rank=0, world_size=1, *, fill=-1.0, costs=None):
     columns = 1000 // world_size
     mine = torch.full((8, columns), fill)
     chunk = LocalChunk((0, rank * columns), mine)
-    handle._shard.tensors.show(
+    inside(handle).tensors.show(
         LocalState([LocalTensor("m", mine.dtype, (8, 1000), (chunk,), spread=False)], {}, {})
     )
     return handle, mine
@@ -351,7 +351,7 @@ def test_a_part_of_a_large_tensor_is_passed_on(opened, monkeypatch, pool):
     filling_first = pool.submit(first.replicate)
     assert stop.reached.wait(10)
     chained = pool.submit(second.replicate)
-    until(lambda: second._shard.mailbox._word[0] & 0xFFFFFFFF == 5)
+    until(lambda: inside(second).mailbox.word.position == 5)
     assert torch.equal(got[:5], weights[:5])
     assert (got[5:] == -1).all()
     stop.go_on.set()
@@ -372,7 +372,7 @@ def test_the_last_copy_of_a_retained_version_goes_to_host_memory_until_another_h
     assert rollout.replicate() == 1
     assert same(got, before)
     until(lambda: trainer.list() == {1: {"rollout"}})
-    until(lambda: not trainer._shard.copies)
+    until(lambda: not inside(trainer).copies)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint4, torch.bits8])
@@ -411,9 +411,9 @@ def test_a_replica_whose_lease_ended_offers_again_what_it_holds(opened, endpoint
     trainer, tensors = publisher(opened)
     other, got = reader(opened, "other")
     kv = memory.named(endpoint.removeprefix("memory://"))
-    before = trainer._shard.group.seat.inst
-    kv.revoke(trainer._shard.group.session.lease_id, timeout_s=1)
-    until(lambda: trainer._shard.group.seat.inst != before)
+    before = inside(trainer).group.seat.inst
+    kv.revoke(inside(trainer).group.session.lease_id, timeout_s=1)
+    until(lambda: inside(trainer).group.seat.inst != before)
     assert trainer.version == 1
     assert other.list() == {1: {"trainer"}}
     assert other.replicate() == 1
@@ -476,7 +476,7 @@ def test_what_was_read_is_verified_whatever_the_sharding(opened, depth):
     after, got = reader(opened, "after", digests="full")
     rollout.list()
     assert after.replicate() == 1
-    assert after._shard.digests.totals == rollout._shard.digests.totals
+    assert inside(after).digests.totals == inside(rollout).digests.totals
 
 
 def corrupt(tensors):
@@ -490,7 +490,7 @@ def test_a_flipped_bit_is_found_and_names_the_tensor(opened):
     with pytest.raises(CorruptWeights, match="'w3'"):
         rollout.replicate()
     assert rollout.version is None
-    tally = rollout._shard.observed.tally
+    tally = inside(rollout).observed.tally
     assert (tally.corrupt, tally.failures) == (2, {"CorruptWeights": 1})
     careless, _ = reader(opened, "careless")
     assert careless.replicate() == 1

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from kit import inside
 
 import torch_ros
 from torch_ros.protocol.records import ShardRecord
@@ -32,7 +33,7 @@ def ranks():
 
 def test_a_first_look_at_the_own_replica_outlives_a_lost_seat(ranks):
     first, second = ranks
-    manifests, group = first._shard.manifests, second._shard.group
+    manifests, group = inside(first).manifests, inside(second).group
     looked, layouts = [], manifests.layouts
 
     def loses_its_seat(inst, deadline):
@@ -42,16 +43,16 @@ def test_a_first_look_at_the_own_replica_outlives_a_lost_seat(ranks):
         return layouts(inst, deadline)
 
     manifests.layouts = loses_its_seat
-    found = Checkpoints(first._shard).inspect(1, 20)
+    found = Checkpoints(inside(first)).inspect(1, 20)
     assert {tensor.fqn for layout in found.layouts for tensor in layout.tensors} == {"w0", "w1"}
     assert len(looked) > 1
 
 
 def test_a_shard_of_no_rank_of_the_group_is_passed_over(ranks):
     first, _ = ranks
-    group = first._shard.group
+    group = inside(first).group
     key = group.seat.keys.shard(group.seat.inst, 7)
     stray = ShardRecord("host", 1, b"no card").encode()
     assert group.kv.commit(Txn(ops=(Put(key, stray),)), timeout_s=5).applied
-    found = Checkpoints(first._shard).inspect(1, 20)
+    found = Checkpoints(inside(first)).inspect(1, 20)
     assert len(found.layouts) == 2

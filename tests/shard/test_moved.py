@@ -201,8 +201,7 @@ def test_a_function_may_give_a_part_by_other_names(opened):
     model.first.weight = nn.Parameter(torch.full((4, 4), 8.0))
     trainer.publish(2)
     got = {"lora.first.weight": torch.zeros(4, 4), "lora.last.weight": torch.zeros(4, 4)}
-    reader = opened("reader")
-    reader.register(got)
+    reader = opened("reader", got)
     reader.replicate(2)
     assert torch.equal(got["lora.first.weight"], model.first.weight)
 
@@ -413,8 +412,7 @@ def test_tensors_may_be_registered_while_a_copy_is_published(opened):
     trainer, weights, got = opened("trainer"), {"w": torch.ones(4)}, {"w": torch.zeros(4)}
     trainer.publish_copy(1, {"w": torch.full((4,), 5.0)})
     trainer.register(weights)
-    reader = opened("reader")
-    reader.register(got)
+    reader = opened("reader", got)
     reader.replicate()
     assert torch.equal(got["w"], torch.full((4,), 5.0))
     trainer.unpublish()

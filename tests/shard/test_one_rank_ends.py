@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit import inside
 
 import torch_ros
 from torch_ros.errors import CallAborted, SeatLost, TorchRosError
@@ -141,8 +142,7 @@ def endpoint():
 
 @pytest.fixture
 def pair(opened, pool):
-    source = opened("source")
-    source.register({"w": torch.ones(100)})
+    source = opened("source", {"w": torch.ones(100)})
     join = lambda rank: opened("pair", rank=rank, world_size=2, timeout_s=TIMEOUT_S, drain_s=1)
     handles = list(pool.map(join, range(2)))
     made = Pair(handles, source, [{"w": torch.zeros(100)} for _ in handles], pool)
@@ -197,7 +197,7 @@ def saved(pair: Pair, handle) -> None:
 
 
 def loaded(pair: Pair, handle) -> None:
-    into = Given(handle._shard.tensors, mine(pair, handle))
+    into = Given(inside(handle).tensors, mine(pair, handle))
     handle.checkpoints.load(LoadRequest("latest", None, into))
 
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from kit import memory, until
+from kit import inside, memory, until
 
 from torch_ros.errors import CallMismatch, DeadlineExceeded, TorchRosError, UsageError
 from torch_ros.store.txn import Read
@@ -18,8 +18,7 @@ endpoint = pytest.fixture(memory)
 
 @pytest.fixture
 def source(opened):
-    trainer = opened("source")
-    trainer.register({"w": torch.ones(4)})
+    trainer = opened("source", {"w": torch.ones(4)})
     trainer.publish(1)
     return trainer
 
@@ -52,7 +51,7 @@ def attempt(call):
 
 def until_open(handle):
     """Until a call of its group waits for other ranks."""
-    group = handle._shard.group
+    group = inside(handle).group
 
     def is_open():
         view = group.kv.read(Read(group.seat.own), timeout_s=5)
@@ -171,12 +170,12 @@ def test_an_argument_that_one_rank_refuses_ends_the_call_for_all(ranks, pool, so
         told = pool.submit(attempt, partial(good, handles[1]))
     assert is_refused(refused, text), refused
     assert is_refused(told.result(), text), told.result()
-    calls = {handle._shard.group.ledger.calls_made for handle in handles}
+    calls = {inside(handle).group.ledger.calls_made for handle in handles}
     assert len(calls) == 1, calls  # they are in step
 
 
 def until_called(handle):
     """Until it waits in a call."""
-    group = handle._shard.group
+    group = inside(handle).group
     until(lambda: group.ledger.pending and group._calling.locked())
     time.sleep(0.1)  # it may look out, and write nothing

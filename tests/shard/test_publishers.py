@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from kit import memory
+from kit import inside, memory
 
 import torch_ros
 from torch_ros.dcp import ROSWriter
@@ -47,7 +47,7 @@ def test_a_publisher_whose_ranks_go_on_to_other_tensors_does_not_fail_the_next(o
     of = Manifests.of
 
     def shown(self, inst, deadline, world_size):
-        return [*of(self, inst, deadline, world_size), goes_on._shard.mailbox.manifest]
+        return [*of(self, inst, deadline, world_size), inside(goes_on).mailbox.manifest]
 
     monkeypatch.setattr(Manifests, "of", shown)
     second.publish(1)

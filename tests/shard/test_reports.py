@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from kit import inside
 
 from torch_ros import DrainReport, PublishReport, ReadReport
 from torch_ros.deadline import wall_ms
@@ -50,7 +51,7 @@ def test_each_call_leaves_a_report(opened):
 
 def test_a_report_and_the_log_say_why_a_call_began_again(opened, monkeypatch, caplog):
     trainer = opened("trainer")
-    group, offer, lost = trainer._shard.group, publishing._offer, []
+    group, offer, lost = inside(trainer).group, publishing._offer, []
 
     def lose(*args, **options):
         offer(*args, **options)
@@ -73,7 +74,7 @@ def test_the_ways_of_all_bytes_that_were_read_are_told(opened):
     replicated(rollout, size=1 << 20)
     read = rollout.last_read
     assert sum(read.ways.values()) == read.bytes_read == 4 << 20
-    is_near = "memory://" in trainer._shard.group.kv.endpoint
+    is_near = "memory://" in inside(trainer).group.kv.endpoint
     assert set(read.ways) == ({"memory"} if is_near else {"cma", "ucx"}), read.ways
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kit import memory
+from kit import inside, memory
 
 from torch_ros.shard.report import Via
 from torch_ros.shard.seams import Feature
@@ -29,10 +29,9 @@ class Told(Feature):
 
 
 def test_a_feature_is_told_what_becomes_of_tensors_and_of_the_handle(opened):
-    trainer, rollout, told = opened("trainer"), opened("rollout"), Told()
-    trainer.register({"w": torch.ones(3)})
+    trainer, rollout, told = opened("trainer", {"w": torch.ones(3)}), opened("rollout"), Told()
     trainer.publish(1)
-    rollout._shard.attach(told)
+    inside(rollout).attach(told)
     rollout.register({"w": torch.zeros(3)})
     rollout.replicate()
     rollout.unpublish()
@@ -76,7 +75,7 @@ class Attends(Feature):
 
 def test_who_attends_a_copy_is_told_of_it_in_order_and_shows_more_beside_it(opened):
     trainer, feature = opened("trainer"), Attends()
-    trainer._shard.attach(feature)
+    inside(trainer).attach(feature)
     trainer.publish_copy(1, {"w": torch.ones(3)})
     assert feature.attending.events == [
         ("begins", ["w"], {}),
@@ -86,8 +85,8 @@ def test_who_attends_a_copy_is_told_of_it_in_order_and_shows_more_beside_it(open
         ("published", True),
     ]
     place = feature.attending.memory.data_ptr()
-    assert trainer._shard.mailbox.manifest.more == {"there": place}
-    regions = trainer._shard.mailbox.regions
+    assert inside(trainer).mailbox.manifest.more == {"there": place}
+    regions = inside(trainer).mailbox.regions
     assert any(each.address <= place < each.address + each.size_bytes for each in regions)
 
 
@@ -118,7 +117,7 @@ def test_what_a_feature_has_made_of_what_was_there_is_compared_with_what_was_pub
     source, target = torch.ones(300), torch.zeros(300)
     trainer.register({"w": source})
     rollout.register({"w": target})
-    rollout._shard.attach(feature)
+    inside(rollout).attach(feature)
     trainer.publish(1)
     rollout.replicate()
     assert feature.bases == []  # nothing was there

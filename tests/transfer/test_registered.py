@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from kit import inside
 from torch.distributed.tensor import DTensor, Shard
 
 import torch_ros
@@ -127,7 +128,7 @@ def test_tensors_side_by_side_at_both_ends_are_read_as_one_span():
         rollout.register(got)
         rollout.replicate()
         assert all(bool((tensor == 7).all()) for tensor in got.values())
-        [(_, batches)] = rollout._shard.reading._prepared.values()
+        [(_, batches)] = inside(rollout).reading._prepared.values()
         assert [len(read._pieces) for batch in batches for read in batch.transfers] == [1]
 
 
@@ -152,10 +153,10 @@ def test_reads_of_the_last_sources_are_kept_up_to_a_bound(monkeypatch, bound, mo
             trainer.publish(version)
             rollout.unpublish()
             rollout.replicate(version)
-            *_, (_, batches) = rollout._shard.reading._prepared.values()
+            *_, (_, batches) = inside(rollout).reading._prepared.values()
             seen.append([read for batch in batches for read in batch.transfers])
         assert all(bool((tensor == 3).all()) for tensor in got.values())
-        assert len(rollout._shard.reading._prepared) == kept
+        assert len(inside(rollout).reading._prepared) == kept
         for number, reads in enumerate(seen):
             assert all(read._is_closed == (number < 3 - kept) for read in reads)
 
@@ -340,4 +341,4 @@ def test_huge_pages_are_turned_off(etcd_endpoint, monkeypatch, way):
         handle.register({"t": torch.ones(1 << 20)})
         said = {"option": "huge_pages=False", "environment": "TORCH_ROS_HUGE_PAGES=0"}
         assert said.get(way, "no memory is read through") in handle.huge_pages.off_because
-        assert not handle._shard.pages._has_thread
+        assert not inside(handle).pages._has_thread

@@ -59,16 +59,14 @@ def test_a_part_that_is_meant_is_not_told(opened, saved, caplog, way):
 
 @pytest.mark.parametrize("partial", [False, True])
 def test_a_read_of_parameters_alone_is_told_unless_it_is_meant(opened, caplog, partial):
-    trainer, handle = opened("trainer"), opened("rollout")
-    trainer.register(module())
+    trainer, handle = opened("trainer", module()), opened("rollout")
     trainer.publish(1)
     handle.read(1, dict(module().named_parameters()), partial=partial)
     assert (TOLD in caplog.text) is not partial
 
 
 def test_a_module_that_is_read_lacks_nothing(opened, caplog):
-    trainer, handle, mine = opened("trainer"), opened("rollout"), module()
-    trainer.register(module())
+    trainer, handle, mine = opened("trainer", module()), opened("rollout"), module()
     trainer.publish(1)
     handle.read(1, mine)
     assert TOLD not in caplog.text

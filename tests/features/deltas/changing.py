@@ -2,11 +2,11 @@
 
 import itertools
 import threading
-import time
 import uuid
 from contextlib import contextmanager
 
 import torch
+from kit import until
 
 import torch_ros
 from torch_ros.features.deltas import making
@@ -39,12 +39,15 @@ def write_astray(found, tensors):
     found["w"].view(-1)[same] += 1
 
 
+def copies(trainer):
+    """What makes its deltas."""
+    return trainer._deltas.copies
+
+
 def made(trainer):
     """Wait until its delta is made: the next save would end that."""
-    end_s, current = time.monotonic() + 20, trainer._deltas.copies._making
-    while current is not None and not current.has_ended:
-        assert time.monotonic() < end_s
-        time.sleep(0.001)
+    current = copies(trainer)._making
+    until(lambda: current is None or current.has_ended, pause_s=0.001)
 
 
 def publish(trainer, version, tensors):
@@ -80,7 +83,7 @@ def being_made(trainer, monkeypatch):
     made, was = threading.Event(), making.compare
 
     def compare(older, newer):
-        current = trainer._deltas.copies._making
+        current = copies(trainer)._making
         while not (current.is_told_to_stop or made.wait(0.01)):
             pass
         return was(older, newer)

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from features.deltas.changing import copies
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -111,9 +112,9 @@ def update_from(transport, where, other, *, has_another):
             bad.publish_copy(version, tensors, deltas=2)
             if version == 0:
                 me.replicate()
-        while not bad._deltas.copies._making.has_ended:
+        while not copies(bad)._making.has_ended:
             time.sleep(0.001)
-        ring = bad._deltas.copies._ring
+        ring = copies(bad)._ring
         assert isinstance(ring, Ring)
         if has_another:
             good.register({fqn: torch.zeros(shape) for fqn, shape in SHAPES.items()})

@@ -14,9 +14,10 @@ import prometheus_client
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from features.deltas.changing import copies
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit import memory, until
+from kit import inside, memory, until
 
 from torch_ros.codec.delta import SEGMENT, apply, pieces
 from torch_ros.copies import buffers as copy_buffers
@@ -40,13 +41,13 @@ def opened_with():
 
 def made(handle):
     """The table that a reader finds, once no delta is being made."""
-    making = handle._deltas.copies._making
+    making = copies(handle)._making
     until(lambda: making is None or making.has_ended)
     return shown(handle)
 
 
 def shown(handle):
-    ring, address = handle._deltas.copies._ring, handle._shard.mailbox.manifest.more["deltas"]
+    ring, address = copies(handle)._ring, inside(handle).mailbox.manifest.more["deltas"]
     assert address == ring.address
     table = DeltaTable.decode(ring.bytes[:TABLE_BYTES].tobytes())
     assert table is not None
@@ -55,9 +56,9 @@ def shown(handle):
 
 def applied(handle, entry, tensors):
     """Do to these, laid out as the copy is, what an entry says."""
-    manifest = handle._shard.mailbox.manifest
-    ring = handle._deltas.copies._ring
-    regions = handle._shard.mailbox.regions
+    manifest = inside(handle).mailbox.manifest
+    ring = copies(handle)._ring
+    regions = inside(handle).mailbox.regions
     assert any(r.address == ring.address and r.size_bytes == ring.size_bytes for r in regions)
 
     def read(start, size):
@@ -95,7 +96,7 @@ def test_each_copy_has_a_delta_from_the_one_before(opened):
     contents, uids = [model()], []
     for version in range(5):
         trainer.publish_copy(version, contents[-1], deltas=3)
-        uids.append(trainer._shard.held.uid)
+        uids.append(inside(trainer).held.uid)
         table = made(trainer)
         assert table.coming is None
         links = [(entry.base, entry.uid) for entry in table.entries]
@@ -105,7 +106,7 @@ def test_each_copy_has_a_delta_from_the_one_before(opened):
             assert 0 < applied(trainer, entry, base) < 5000
             assert all(torch.equal(base[fqn], t) for fqn, t in contents[-1 - age].items())
         contents.append(stepped(contents[-1]))
-    assert trainer._shard.observed.tally.ended["deltas"] == {"made": 4}
+    assert inside(trainer).observed.tally.ended["deltas"] == {"made": 4}
 
 
 def test_the_first_reader_is_told_what_is_coming(opened, monkeypatch):
@@ -113,7 +114,7 @@ def test_the_first_reader_is_told_what_is_coming(opened, monkeypatch):
     monkeypatch.setattr(deltas, "compare", lambda *a: may_go.wait(WITHIN_S) and real(*a))
     weights = model()
     trainer.publish_copy(1, weights, deltas=1)
-    first = trainer._shard.held.uid
+    first = inside(trainer).held.uid
     assert shown(trainer) == DeltaTable()
     trainer.publish_copy(2, stepped(weights), deltas=1)
     assert shown(trainer) == DeltaTable((), first)
@@ -170,29 +171,29 @@ def test_only_a_held_copy_with_the_same_layout_is_a_base(opened):
         return [(entry.base, entry.uid) for entry in made(trainer).entries]
 
     assert links(1) == []
-    first = trainer._shard.held.uid
+    first = inside(trainer).held.uid
     (link,) = links(2)
-    assert link == (first, trainer._shard.held.uid)
+    assert link == (first, inside(trainer).held.uid)
     trainer.unpublish()
     assert links(3) == [link]  # nothing was held
     with pytest.raises(VersionConflict):
         trainer.publish_copy(1, weights, deltas=4)  # fails after its fill
-    third = trainer._shard.held.uid
+    third = inside(trainer).held.uid
     fourth = links(4)
-    assert fourth == [(third, trainer._shard.held.uid), link]
+    assert fourth == [(third, inside(trainer).held.uid), link]
     larger = {"a": torch.zeros(300_000).bfloat16(), "b": weights["b"]}
     assert links(5, larger) == []  # a new ring
     assert links(6, weights) == []  # and again
     trainer.unpublish()
     trainer.register(weights)
     trainer.publish(7)  # in place
-    assert trainer._shard.mailbox.manifest.more == {}
+    assert inside(trainer).mailbox.manifest.more == {}
     assert links(8) == []
     other.register({fqn: torch.zeros_like(t) for fqn, t in weights.items()})
     other.replicate(8)
     trainer.unpublish()
     trainer.replicate(8)  # into what is registered
-    assert trainer._shard.mailbox.manifest.more == {}
+    assert inside(trainer).mailbox.manifest.more == {}
     assert links(9) == []
 
 
@@ -203,7 +204,7 @@ def test_a_content_that_keeps_its_uid_has_no_delta_to_itself(opened):
     for _ in range(2):
         trainer.publish_copy(8, weights, deltas=1)
         assert made(trainer) == DeltaTable()
-    assert trainer._shard.held == fellow._shard.held
+    assert inside(trainer).held == inside(fellow).held
 
 
 def test_a_copy_without_deltas_lets_go_of_the_ring(opened):
@@ -212,10 +213,10 @@ def test_a_copy_without_deltas_lets_go_of_the_ring(opened):
         trainer.publish_copy(version, weights, deltas=1)
     assert made(trainer).entries
     trainer.publish_copy(3, weights)
-    assert trainer._shard.mailbox.manifest.more == {}
-    assert trainer._deltas.copies.size_bytes == 0
+    assert inside(trainer).mailbox.manifest.more == {}
+    assert copies(trainer).size_bytes == 0
     trainer.publish_copy(4, weights, deltas=1)  # from 3, which was a copy, too
-    assert [entry.uid for entry in made(trainer).entries] == [trainer._shard.held.uid]
+    assert [entry.uid for entry in made(trainer).entries] == [inside(trainer).held.uid]
 
 
 # The thread
@@ -263,7 +264,7 @@ def test_a_fill_waits_until_the_thread_has_ended(opened, held, monkeypatch):
     trainer, weights, fills = opened("trainer"), model(), threading.Event()
     publishing(trainer, weights)
     assert held.is_there.wait(WITHIN_S)
-    making, real = trainer._deltas.copies._making, copy_buffers.make
+    making, real = copies(trainer)._making, copy_buffers.make
 
     def make(*args):
         fills.set()
@@ -282,22 +283,22 @@ def test_a_fill_waits_until_the_thread_has_ended(opened, held, monkeypatch):
     assert entry.base == making._uid
     trainer.publish_copy(4, stepped(weights), deltas=2)
     assert made(trainer).entries[0].base == entry.uid
-    assert trainer._shard.observed.tally.ended["deltas"] == {"cut off": 1, "made": 2}
+    assert inside(trainer).observed.tally.ended["deltas"] == {"cut off": 1, "made": 2}
 
 
 def test_nobody_waits_after_a_delta_that_was_cut_off_until_one_ends_by_itself(opened, held):
     trainer, weights, offers = opened("trainer"), model(), []
-    real = trainer._deltas.copies.offer
+    real = copies(trainer).offer
 
     def offer(link, *args, **options):
         address = real(link, *args, **options)
         offers.append(link.ring.table.coming is not None)
         return address
 
-    trainer._deltas.copies.offer = offer
+    copies(trainer).offer = offer
     publishing(trainer, weights)
     assert held.is_there.wait(WITHIN_S)
-    trainer._deltas.copies.stop()
+    copies(trainer).stop()
     held.may_go.set()
     for version in range(3, 6):
         trainer.publish_copy(version, stepped(weights), deltas=2)
@@ -309,14 +310,14 @@ def test_a_version_that_is_given_up_needs_no_delta(opened, held):
     trainer = opened("trainer")
     publishing(trainer, model())
     assert held.is_there.wait(WITHIN_S)
-    making = trainer._deltas.copies._making
+    making = copies(trainer)._making
     trainer.unpublish()  # does not wait for the thread
     assert making.is_told_to_stop
     assert not making.has_ended
     held.may_go.set()
     until(lambda: making.has_ended)
     assert making.outcome == "cut off"
-    assert trainer._deltas.copies._ring.table == DeltaTable()
+    assert copies(trainer)._ring.table == DeltaTable()
 
 
 def test_a_replicate_after_a_copy_waits_for_the_thread(opened, held):
@@ -326,7 +327,7 @@ def test_a_replicate_after_a_copy_waits_for_the_thread(opened, held):
     publishing(trainer, weights)
     other.replicate(2)
     assert held.is_there.wait(WITHIN_S)
-    making = trainer._deltas.copies._making
+    making = copies(trainer)._making
     trainer.unpublish()
     reading = beside(trainer.replicate)
     reading.join(0.2)
@@ -342,7 +343,7 @@ def test_close_waits_for_the_thread_before_it_lets_go_of_the_ring(opened, held):
     trainer = opened("trainer")
     publishing(trainer, model())
     assert held.is_there.wait(WITHIN_S)
-    making, ring = trainer._deltas.copies._making, trainer._deltas.copies._ring
+    making, ring = copies(trainer)._making, copies(trainer)._ring
     closing = beside(trainer.close)
     until(lambda: making.is_told_to_stop)
     ring.bytes[-1] = 7
@@ -353,7 +354,7 @@ def test_close_waits_for_the_thread_before_it_lets_go_of_the_ring(opened, held):
     closing.join(WITHIN_S)
     assert making.has_ended
     assert ring.bytes[-1] == 0  # its addresses stay: a reader may ask late
-    assert trainer._deltas.copies.size_bytes == 0
+    assert copies(trainer).size_bytes == 0
 
 
 def test_a_closed_handle_makes_none():
@@ -369,7 +370,7 @@ def test_a_save_that_is_interrupted_while_it_waits_fails_and_the_next_waits_agai
     trainer, weights = opened("trainer"), model()
     publishing(trainer, weights)
     assert held.is_there.wait(WITHIN_S)
-    making = trainer._deltas.copies._making
+    making = copies(trainer)._making
 
     def pressed(_):
         raise KeyboardInterrupt
@@ -380,7 +381,7 @@ def test_a_save_that_is_interrupted_while_it_waits_fails_and_the_next_waits_agai
         with pytest.raises(KeyboardInterrupt):
             trainer.publish_copy(3, stepped(weights), deltas=2)
     assert trainer.version == 2
-    assert trainer._deltas.copies._making is making
+    assert copies(trainer)._making is making
     assert not making.has_ended
     held.may_go.set()
     trainer.publish_copy(3, stepped(weights), deltas=2)
@@ -467,15 +468,15 @@ def test_a_delta_that_is_too_large_is_given_up_and_the_next_has_more_room(opened
     assert publish(1, 0.01) == 0
     assert publish(2, 0.01) == 1  # 2,000 changes: 6 KB
     assert publish(3, 0.3) == 1  # 180 KB
-    rooms = [trainer._deltas.copies._ring.room().size_bytes]
+    rooms = [copies(trainer)._ring.room().size_bytes]
     for version in range(4, 7):
         publish(version, 0.3)
-        rooms.append(trainer._deltas.copies._ring.room().size_bytes)
+        rooms.append(copies(trainer)._ring.room().size_bytes)
     assert rooms == sorted(rooms)
     assert rooms[-1] == 40_000
     assert publish(7, 0.001) >= 1
-    assert trainer._shard.observed.tally.ended["deltas"]["too large"] == 4
-    assert trainer._deltas.copies.size_bytes == bound
+    assert inside(trainer).observed.tally.ended["deltas"]["too large"] == 4
+    assert copies(trainer).size_bytes == bound
 
 
 def test_a_large_chunk_of_which_much_has_changed_is_not_encoded(opened, monkeypatch):
@@ -485,7 +486,7 @@ def test_a_large_chunk_of_which_much_has_changed_is_not_encoded(opened, monkeypa
         weights.update(stepped(weights, share))
         trainer.publish_copy(version, weights, deltas=8, delta_bytes=8 << 20)
         assert len(made(trainer).entries) == max(0, version - 1)
-    assert trainer._shard.observed.tally.ended["deltas"] == {"too large": 1, "made": 2}
+    assert inside(trainer).observed.tally.ended["deltas"] == {"too large": 1, "made": 2}
 
 
 @settings(max_examples=200, deadline=None)
@@ -519,7 +520,7 @@ def test_the_room_of_a_delta_is_inside_the_ring_and_overlaps_none_that_stays(siz
 def test_a_second_offer_of_one_save_lists_no_less_and_moves_no_room(opened):
     """A rank that has lost its seat offers again, under the mark that readers have seen."""
     trainer, weights = opened("trainer"), model()
-    offers, real = [], trainer._deltas.copies.offer
+    offers, real = [], copies(trainer).offer
 
     def twice(link, *args, **options):
         for _ in range(2):
@@ -530,7 +531,7 @@ def test_a_second_offer_of_one_save_lists_no_less_and_moves_no_room(opened):
     def shown_table(link):
         return DeltaTable.decode(link.ring.bytes[:TABLE_BYTES].tobytes())
 
-    trainer._deltas.copies.offer = twice
+    copies(trainer).offer = twice
     for version in range(6):
         weights = stepped(weights)
         trainer.publish_copy(version, weights, deltas=8)
@@ -590,7 +591,7 @@ def test_collectors_are_told_how_many_were_made(opened):
     for version in range(2):
         trainer.publish_copy(version, model(), deltas=1, delta_bytes=4 << 20)
     made(trainer)
-    labels = trainer._shard.observed.tally.whose._asdict()
+    labels = inside(trainer).observed.tally.whose._asdict()
     value = registry.get_sample_value
     assert value("torch_ros_deltas_total", {**labels, "outcome": "made"}) == 1
     assert value("torch_ros_delta_bytes_total", labels) > 1000

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit import read_only
+from kit import inside, read_only
 
 import torch_ros
 import torch_ros.bucket
@@ -83,7 +83,7 @@ def archived(opened, url):
 
 def below(handle):
     """The bucket below a handle's runs; None: it has none."""
-    found = (each.below for each in handle._shard.features if isinstance(each, flow.Fallback))
+    found = (each.below for each in inside(handle).features if isinstance(each, flow.Fallback))
     return next(found, None)
 
 
@@ -278,8 +278,7 @@ def test_a_bucket_that_does_not_answer_is_an_error_only_where_none_may_be_said(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(objects, "RETRIES", 0)
     server.close()
-    reader = opened("reader", bucket="s3://weights/p", ttl_s=TTL_S)
-    reader.register(zeros())
+    reader = opened("reader", zeros(), bucket="s3://weights/p", ttl_s=TTL_S)
     with pytest.raises(BucketError):
         reader.replicate("latest", missing_ok=True)
     with pytest.raises(DeadlineExceeded):
@@ -406,8 +405,7 @@ def test_what_a_trainer_publishes_while_the_bucket_is_listed_is_read(
 def test_a_run_that_others_have_kept_alive_is_named_in_the_log(archived, begun, opened, caplog):
     run = archived(7)
     bystander = opened("bystander", run=run)
-    before = opened("before", run=run)
-    before.register(zeros())
+    before = opened("before", zeros(), run=run)
     before.publish(9)
     before.close(linger_s=0)
     reader, _ = begun()
@@ -600,7 +598,7 @@ def test_kernels_end_before_the_bucket_is_read_and_before_anything_is_shown(
 ):
     archived(7)
     reader, _ = begun()
-    mailbox, order = reader._shard.mailbox, []
+    mailbox, order = inside(reader).mailbox, []
 
     def told(what, was):
         def telling(*asked):
@@ -659,13 +657,12 @@ def test_the_run_of_what_comes_from_a_bucket_cannot_be_asked_for(opened, url, mo
 def test_etcd_is_asked_as_often_with_a_bucket_as_without_while_somebody_holds_something(
     opened, url, monkeypatch
 ):
-    source = opened("source")
-    source.register(zeros())
+    source = opened("source", zeros())
     source.publish(1)
 
     def asked(handle):
         handle.register(zeros())
-        kv, requests, caller = handle._shard.group.kv, [], threading.get_ident()
+        kv, requests, caller = inside(handle).group.kv, [], threading.get_ident()
 
         def counted(name, ask):
             def asking(*args, **options):

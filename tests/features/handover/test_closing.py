@@ -3,13 +3,13 @@
 import logging
 import threading
 import time
-import uuid
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import kit
 import pytest
 import torch
-from kit import at_once, until
+from kit import at_once, inside, until
 
 import torch_ros
 from torch_ros.errors import ClosedError, UsageError
@@ -18,15 +18,12 @@ from torch_ros.store import memory
 
 LONG_S = 60.0  # to linger for; tests end earlier
 
-
-@pytest.fixture
-def endpoint():
-    return f"memory://{uuid.uuid4().hex}"
+endpoint = pytest.fixture(kit.memory)
 
 
 @pytest.fixture
-def linger_s():
-    return LONG_S
+def opened_with():
+    return {"linger_s": LONG_S, "ttl_s": 10}
 
 
 def group(opened, size, value=0.0, **options):
@@ -131,7 +128,7 @@ def test_without_anything_to_hand_over_nothing_is_asked(opened, monkeypatch):
     trainer, _ = opened("trainer", 1.0), opened("rollout", retain=("latest",))
     trainer.publish(1)
     trainer.unpublish()
-    wait_until = lambda: not trainer._shard.copies
+    wait_until = lambda: not inside(trainer).copies
     rollout = opened("other")
     rollout.replicate()
     until(wait_until)
@@ -147,7 +144,7 @@ def test_a_rank_that_does_not_come_ends_it(opened, how):
     opened("rollout", retain=("latest",))
     at_once(partial(first.publish, 1), partial(second.publish, 1))
     closing = Closing(first)
-    key = first._shard.group.seat.keys.readies(first._shard.group.seat.inst, 0)
+    key = inside(first).group.seat.keys.readies(inside(first).group.seat.inst, 0)
     until(lambda: any(entry in key for entry in store_of(first)._entries))
     if how == "goes on":
         second.unpublish()
@@ -220,7 +217,7 @@ def test_a_rollout_that_dies_is_not_waited_for_longer_than_its_lease(opened):
     trainer.publish(1)
     closing = Closing(trainer)
     lingering(rollout, 1)
-    rollout._shard.group.close()  # as if its process had gone: its records vanish
+    inside(rollout).group.close()  # as if its process had gone: its records vanish
     closing.join()
 
 
@@ -247,4 +244,4 @@ def test_how_long_is_a_number_of_seconds(opened):
 
 
 def store_of(handle):
-    return memory._spaces[handle._shard.group.kv.endpoint.removeprefix("memory://")]
+    return memory._spaces[inside(handle).group.kv.endpoint.removeprefix("memory://")]

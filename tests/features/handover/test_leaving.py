@@ -1,14 +1,12 @@
 """A replica that is told its end: readers finish, or go elsewhere. One process, in memory."""
 
 import threading
-import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 
 import pytest
-import torch
-from kit import at_once, until
+from kit import at_once, inside, memory, until
 
 from torch_ros.errors import ClosedError, SeatLost, UsageError
 from torch_ros.protocol import keys as k
@@ -18,15 +16,12 @@ from torch_ros.store.txn import Read
 
 LONG_S = 60.0  # tests end earlier
 
-
-@pytest.fixture
-def endpoint():
-    return f"memory://{uuid.uuid4().hex}"
+endpoint = pytest.fixture(memory)
 
 
 @pytest.fixture
-def linger_s():
-    return 0
+def opened_with():
+    return {"linger_s": 0}
 
 
 def tensor_of(handle):
@@ -60,7 +55,7 @@ def reading_from(source, reader, monkeypatch):
 
 def states_of(handle):
     """The states of all holdings, by replica."""
-    group = handle._shard.group
+    group = inside(handle).group
     view = group.kv.read(Read((group.seat.keys.holdings(),)), timeout_s=5)
     return {
         k.replica_of(k.parse_holding(key).inst): Holding.decode(entry.value, key).state
@@ -93,7 +88,7 @@ def test_a_reader_that_is_not_done_in_time_goes_on_elsewhere(opened, monkeypatch
     trainer.publish(1)
     leaver.replicate()
     freed = tensor_of(leaver)
-    suspect(reader._shard.group, [trainer._shard.group.seat.inst], "so that it reads elsewhere")
+    suspect(inside(reader).group, [inside(trainer).group.seat.inst], "so that it reads elsewhere")
     with reading_from(leaver, reader, monkeypatch) as (replicating, go_on):
         leaver.leave(within_s=0.2)
         freed.fill_(666)
@@ -117,7 +112,7 @@ def test_a_retained_version_is_not_copied_and_stays_for_who_may_take_it(opened):
     leaving = threading.Thread(target=leaver.leave, kwargs={"within_s": LONG_S})
     leaving.start()
     other.wait(lambda there: any("+linger" in name for name in there.get(1, ())))
-    assert not leaver._shard.copies
+    assert not inside(leaver).copies
     assert other.replicate() == 1
     leaving.join(20)
     assert not leaving.is_alive()
@@ -129,7 +124,7 @@ def test_who_has_left_is_closed(opened):
     opened("other")
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(partial(leaver.replicate, timeout_s=LONG_S))
-        until(lambda: leaver._shard.group.ledger.pending)
+        until(lambda: inside(leaver).group.ledger.pending)
         with pytest.raises(UsageError, match="within_s"):
             leaver.leave(within_s=-1)
         assert not leaver.is_closed

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from kit import at_once, until
+from kit import at_once, inside, until
 
 import torch_ros.dcp
 from torch_ros.errors import (
@@ -64,7 +64,7 @@ def says(handle, name="engine"):
 
 def vanish(handle, *, for_good=False):
     """The process loses its lease, as one that is killed or cut off."""
-    group = handle._shard.group
+    group = inside(handle).group
     if for_good:
         group._come_back = lambda: None
     group.kv.revoke(group.session.lease_id, timeout_s=5)
@@ -93,8 +93,7 @@ def test_a_trainer_waits_until_an_engine_uses_its_version(opened, trainer):
 def test_an_exception_rejects_and_an_empty_block_says_that_the_old_weights_are_back(
     opened, trainer
 ):
-    rollout, keeps = engine(opened), opened("keeps")
-    keeps.register({"w": torch.empty(4)})
+    rollout, keeps = engine(opened), opened("keeps", {"w": torch.empty(4)})
     keeps.replicate(1)
     install(rollout, 1)
     published(trainer, 2)
@@ -266,9 +265,9 @@ def test_a_seat_that_is_lost_in_the_block_and_what_was_active_come_back(opened, 
         rollout.read(1, {"w": torch.empty(4)})
         vanish(rollout)
     assert says(trainer) == (1, None, None)
-    before = rollout._shard.group.seat
+    before = inside(rollout).group.seat
     vanish(rollout)
-    until(lambda: rollout._shard.group.seat is not before and rollout.state == "seated")
+    until(lambda: inside(rollout).group.seat is not before and rollout.state == "seated")
     assert says(trainer) == (1, None, None)
 
 
@@ -311,8 +310,7 @@ def test_a_handle_that_is_closed_in_the_block_and_a_fork_tell_nobody(opened, tra
 
 @only_memory
 def test_latest_waits_out_what_is_older_and_an_older_run_is_another(opened, trainer):
-    rollout, slow = engine(opened), opened("slow")
-    slow.register({"w": torch.empty(4)})
+    rollout, slow = engine(opened), opened("slow", {"w": torch.empty(4)})
     slow.replicate(1)
     published(trainer, 2)
     install(rollout, 2)
@@ -336,7 +334,7 @@ def install_within(handle, version, timeout_s):
 def test_an_unreadable_record_holds_a_wait_while_its_replica_lives(opened, trainer):
     rollout = engine(opened)
     install(rollout, 1)
-    group = rollout._shard.group
+    group = inside(rollout).group
     key = own_key(group.seat)
     stray = group.seat.keys.carried_at("nobody@0", NAME)
     group.kv.commit(Txn(ops=(Put(stray, b"?"),)), timeout_s=5)
@@ -531,7 +529,7 @@ def test_the_same_number_with_another_content_takes_what_is_active_away(opened, 
     with rollout.installing(1):
         assert says(other) == (None, 1, None)
         rollout.read(1, {"w": torch.empty(4)})
-    assert other.installs()["engine"].active == other._shard.held
+    assert other.installs()["engine"].active == inside(other).held
 
 
 @only_memory
@@ -541,7 +539,7 @@ def test_a_rank_that_fails_to_enter_what_is_active_ends_its_peers_block(
 ):
     pair = ranks("engine", 2, installs=True, timeout_s=15)
     list(pool.map(lambda handle: install(handle, 1), pair))
-    shard = pair[1]._shard
+    shard = inside(pair[1])
 
     def interrupted(task):
         monkeypatch.undo()

@@ -84,8 +84,7 @@ def test_a_borrowed_version_stays_as_it_is_while_its_lender_publishes_on(lender,
 def test_nothing_is_read_into_a_loan(lender, borrower, opened):
     publish(lender, 1)
     with borrower.borrow() as loan:
-        reader = opened("reader")
-        reader.register({"w": loan["w"]})
+        reader = opened("reader", {"w": loan["w"]})
         with pytest.raises(UsageError, match="'w' lies in memory that this process may only read"):
             reader.replicate(1)
 
@@ -238,8 +237,7 @@ def test_a_copy_on_a_gpu_is_not_lent(lender, borrower, monkeypatch):
 
 def test_a_version_that_only_readers_hold_is_not_lent(opened, lender, borrower):
     publish(lender, 1)
-    reader = opened("reader")
-    reader.register({"w": torch.zeros(1000)})
+    reader = opened("reader", {"w": torch.zeros(1000)})
     reader.replicate()
     publish(lender, 2)
     lender.unpublish()

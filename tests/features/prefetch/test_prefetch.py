@@ -24,6 +24,7 @@ from features.deltas.changing import (
     weights,
     write_astray,
 )
+from kit import inside
 
 import torch_ros
 from torch_ros.errors import (
@@ -76,7 +77,7 @@ def test_an_update_applies_what_was_prefetched_and_reads_no_delta(pair, no_delta
     assert 0 < read.bytes_read == sum(read.ways.values()) < read.bytes_total / 10
     assert_same(found, tensors)
     assert rollout.prefetch() is None
-    assert rollout._shard.observed.staged["prefetched"]() == 0
+    assert inside(rollout).observed.staged["prefetched"]() == 0
 
 
 def test_collectors_are_told_how_versions_came(pair):
@@ -95,7 +96,7 @@ def test_collectors_are_told_how_versions_came(pair):
         rollout.prefetch(1)
     registry = prometheus_client.CollectorRegistry()
     registry.register(HandleCollector())
-    labels = rollout._shard.observed.tally.whose._asdict()
+    labels = inside(rollout).observed.tally.whose._asdict()
 
     def figures(name, label, *values):
         value = registry.get_sample_value
@@ -174,7 +175,7 @@ def test_what_was_prefetched_goes_where_its_base_is_given_up_also_if_that_fails(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:
-            patched.setattr(rollout._shard.group, "catch_up", interrupt)
+            patched.setattr(inside(rollout).group, "catch_up", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 rollout.unpublish()
     assert rollout._prefetching.ahead.kept is None
@@ -370,7 +371,7 @@ def test_ctrl_c_in_a_prefetch_leaves_a_handle_that_prefetches_again(pair, monkey
     finally:
         signal.signal(signal.SIGALRM, was)
     assert interrupted > 10
-    assert not rollout._shard.beside
+    assert not inside(rollout).beside
     assert rollout.prefetch() == 1
     rollout.update()
     assert rollout.last_read.prefetched
@@ -479,7 +480,7 @@ def test_a_prefetch_that_ctrl_c_ends_is_counted(pair, monkeypatch):
     monkeypatch.setattr(DeltaRead, "_certify", interrupt)
     with pytest.raises(KeyboardInterrupt):
         rollout.prefetch()
-    assert rollout._shard.observed.tally.ended["prefetches"] == {"KeyboardInterrupt": 1}
+    assert inside(rollout).observed.tally.ended["prefetches"] == {"KeyboardInterrupt": 1}
 
 
 def test_a_prefetch_needs_digests_of_all_bytes():

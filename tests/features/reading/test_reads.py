@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from kit import read_only
+from kit import inside, read_only
 
 import torch_ros
 from torch_ros.dcp import ROSWriter
@@ -37,8 +37,7 @@ def content(seed=1):
 
 
 def publisher(opened, version=1, name="trainer", tensors=None):
-    handle = opened(name)
-    handle.register(content(version) if tensors is None else tensors)
+    handle = opened(name, content(version) if tensors is None else tensors)
     handle.publish(version)
     return handle
 
@@ -49,7 +48,7 @@ def zeros(*names):
 
 
 def word(handle):
-    return int(handle._shard.mailbox._word[0])
+    return int(inside(handle).mailbox._word[0])
 
 
 def test_contents_tell_every_name_with_its_dtype_and_shape(opened):
@@ -100,7 +99,7 @@ def test_latest_is_the_newest_though_an_older_one_was_seen_before(opened, ranks,
     engines = ranks("engine", count)
     assert engines[0].contents("latest").version == 1
     with pytest.raises(ManifestMismatch):
-        given = Given(engines[0]._shard.tensors, {"v": torch.ones(1)})
+        given = Given(inside(engines[0]).tensors, {"v": torch.ones(1)})
         engines[0].checkpoints.check(LoadRequest(1, None, given))
     publisher(opened, 2, "second", content(1))
     into = [zeros() for _ in engines]
@@ -139,10 +138,10 @@ def test_a_read_into_the_same_tensors_looks_at_their_places_only(opened, before)
         engine.read(1, into)
     else:
         engine.register(into)
-    registered = engine._shard.tensors.registered
+    registered = inside(engine).tensors.registered
     trainer.publish_copy(2, content(2))
     engine.read(2, dict(into))
-    assert engine._shard.tensors.registered is registered
+    assert inside(engine).tensors.registered is registered
     assert torch.equal(torch.cat(list(boxes.values())), content(2)["w"])
     engine.serve()
 
@@ -195,8 +194,7 @@ def test_a_tensor_that_has_another_dtype_since_the_last_read_is_refused(opened):
 )
 def test_what_does_not_fit_is_refused_before_anything_is_given_up(opened, into, found):
     trainer = publisher(opened)
-    engine = opened("engine")
-    engine.register(zeros())
+    engine = opened("engine", zeros())
     engine.replicate(1)
     trainer.unpublish()
     trainer.publish(2)
@@ -249,8 +247,7 @@ def test_memory_that_may_only_be_read_is_published_and_not_read_into(opened, tmp
     reader.replicate(1)
     assert not any(tensor.any() for tensor in good.values())
 
-    other = opened("other")
-    other.register(bad)
+    other = opened("other", bad)
     with pytest.raises(UsageError, match="replicate: tensor 'w' lies in memory that this process"):
         other.replicate(1)
     with pytest.raises(UsageError, match="read 1: tensor 'w' lies in memory that this process"):
@@ -293,8 +290,7 @@ def test_parts_that_overlap_are_not_taken_for_the_whole_where_digests_are_compar
     opened, ranks, pool
 ):
     whole = torch.arange(16.0).reshape(4, 4)
-    trainer = opened("trainer", digests="full")
-    trainer.register({"w": whole})
+    trainer = opened("trainer", {"w": whole}, digests="full")
     trainer.publish(1)
     engines, rows = ranks("engine", digests="full"), [torch.zeros(2, 4), torch.zeros(2, 4)]
 
@@ -310,13 +306,13 @@ def test_parts_that_overlap_are_not_taken_for_the_whole_where_digests_are_compar
 def test_a_second_read_into_the_same_tensors_registers_nothing(opened):
     trainer, engine, into = publisher(opened), opened("engine"), zeros()
     engine.read(1, into)
-    before = engine._shard.mailbox._tensors
+    before = inside(engine).mailbox._tensors
     trainer.unpublish()
     trainer.publish(2)
     engine.read(2, into)
-    assert engine._shard.mailbox._tensors is before is not None
+    assert inside(engine).mailbox._tensors is before is not None
     engine.unregister()
-    assert engine._shard.mailbox._tensors is None
+    assert inside(engine).mailbox._tensors is None
 
 
 @only_memory
@@ -324,7 +320,7 @@ def test_a_read_that_fails_holds_nothing_and_forgets_the_tensors(opened):
     trainer, engine = publisher(opened), opened("engine")
     with pytest.raises(DeadlineExceeded):
         engine.read(2, zeros(), timeout_s=0.2)
-    assert engine._shard.tensors.registered is None
+    assert inside(engine).tensors.registered is None
     engine.register(zeros())
     assert engine.replicate(1) == 1
     assert trainer.version == 1
@@ -369,8 +365,7 @@ def test_a_version_that_nobody_holds_any_more_is_there_again_when_it_is_served(o
     trainer.unpublish()
     assert engine.list() == {}
     engine.serve()
-    follower = opened("follower")
-    follower.register(zeros())
+    follower = opened("follower", zeros())
     assert follower.replicate(1) == 1
 
 
@@ -422,8 +417,7 @@ def test_a_part_of_a_tensor_is_not_served(opened):
 @pytest.mark.parametrize("depth", ["sampled", "full"])
 @pytest.mark.parametrize(("theirs", "ours"), [(True, True), (True, False), (False, True)])
 def test_what_was_written_to_is_not_served_where_anybody_has_digests(opened, depth, theirs, ours):
-    trainer = opened("trainer", digests=depth if theirs else "off")
-    trainer.register(content())
+    trainer = opened("trainer", content(), digests=depth if theirs else "off")
     trainer.publish(1)
     engine, into = reader(opened, digests=depth if ours else "off")
     into["w"].neg_()
@@ -449,8 +443,7 @@ def test_a_version_that_is_gone_or_was_published_anew_is_not_served(opened):
 
 @only_memory
 def test_ranks_serve_together_or_not_at_all(opened, ranks, pool):
-    trainer = opened("trainer", digests="full")
-    trainer.register(content())
+    trainer = opened("trainer", content(), digests="full")
     trainer.publish(1)
     engines, into = ranks("engine"), [zeros("w", "steps"), zeros("b", "none")]
 
@@ -483,9 +476,9 @@ def test_ranks_that_read_different_versions_serve_neither(opened, ranks, pool):
     publisher(opened)
     engines = ranks("engine")
     list(pool.map(lambda engine: engine.read(1, zeros()), engines))
-    brought = engines[1]._shard.tensors.brought
+    brought = inside(engines[1]).tensors.brought
     other = replace(brought, ref=msgspec.structs.replace(brought.ref, uid="f" * 16))
-    engines[1]._shard.tensors.brought = other
+    inside(engines[1]).tensors.brought = other
 
     def serve(engine):
         with pytest.raises(TorchRosError) as error:

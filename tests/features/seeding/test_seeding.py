@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from kit import until
+from kit import inside, until
 
 import torch_ros
 from torch_ros.errors import ClosedError, ManifestMismatch, UsageError
@@ -131,9 +131,9 @@ def test_a_fetched_copy_is_no_reason_to_drop_a_retained_version(opened):
     rollout.update()
     until(lambda: "r+host" in rollout.list()[2])
     trainer.unpublish()
-    assert len(trainer._shard.copies) == 1  # that of the forerunner goes when it has been used
+    assert len(inside(trainer).copies) == 1  # that of the forerunner goes when it has been used
     until(rollout.update)
-    until(lambda: not trainer._shard.copies)
+    until(lambda: not inside(trainer).copies)
 
 
 def test_a_child_has_no_part_in_what_is_fetched(opened, link):
@@ -180,7 +180,7 @@ def test_a_fetch_that_is_stuck_is_given_up(opened, link, monkeypatch):
     link.clear()
     go_on(trainer, 2, weights)
     rollout.update()
-    ahead = rollout._shard.policy.forerunner
+    ahead = inside(rollout).policy.forerunner
     until(lambda: ahead._room is not None)
     until(lambda: ahead._rests_until_s)
     assert ahead._room is None
@@ -196,7 +196,7 @@ def test_an_error_of_any_kind_is_no_reason_to_wait_for_ever(opened, monkeypatch)
     trainer.publish(1)
     rollout.update()
     go_on(trainer, 2, weights)
-    ahead = rollout._shard.policy.forerunner
+    ahead = inside(rollout).policy.forerunner
     with monkeypatch.context() as patched:
         patched.setattr("torch_ros.features.seeding.forerunner.Room", {}.__getitem__)
         rollout.update()
@@ -222,7 +222,7 @@ def test_an_update_waits_out_what_is_gone_when_it_comes_there(opened, monkeypatc
 
     def given_up(shard, *args, **options):
         give_up(shard, *args, **options)
-        if shard is rollout._shard:
+        if shard is inside(rollout):
             trainer.unpublish()
 
     monkeypatch.setattr(Shard, "unpublish", given_up)
@@ -314,7 +314,7 @@ def test_wrong_bytes_are_fetched_from_somebody_else(opened, monkeypatch):
     wrong.fill_(7)
     until(rollout.update)
     assert mine.tolist() == [2.0] * 8
-    assert rollout._shard.policy.forerunner._shard.reports.last_read.source == "t"
+    assert inside(rollout).policy.forerunner._shard.reports.last_read.source == "t"
 
 
 def test_a_copy_goes_when_a_newer_run_is_here(opened):
@@ -324,7 +324,7 @@ def test_a_copy_goes_when_a_newer_run_is_here(opened):
     assert rollout.update()
     go_on(trainer, 2, weights)
     assert not rollout.update()
-    ahead = rollout._shard.policy.forerunner
+    ahead = inside(rollout).policy.forerunner
     until(lambda: "r+host" in rollout.list().get(2, ()))
     opened("t2", "east", run="new").publish(0)
     until(lambda: ahead._room is None)

@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from kit import until
+from kit import inside, until
 
 import torch_ros
 from torch_ros.dcp import ROSWriter
@@ -48,7 +48,7 @@ def publisher(opened, tensors, version=1, name="trainer", **options):
 
 def readers(handle):
     """The reader records that are there now."""
-    group = handle._shard.group
+    group = inside(handle).group
     return list(group.kv.read(Read((group.seat.keys.readers(),)), timeout_s=5).entries)
 
 
@@ -204,14 +204,13 @@ def test_a_stream_leaves_what_is_held_and_served_alone(opened):
     mine = {fqn: torch.zeros_like(tensor) for fqn, tensor in rows(6).items()}
     engine.register(mine)
     engine.replicate(1)
-    word, shown = engine._shard.mailbox._word[0], engine._shard.mailbox.manifest
+    word, shown = inside(engine).mailbox._word[0], inside(engine).mailbox.manifest
     stream = engine.stream(1, mine, buffer_bytes=ROW)
     next(stream)
     assert engine.version == 1
-    assert engine._shard.mailbox._word[0] == word != 0
-    assert engine._shard.mailbox.manifest is shown
-    follower = opened("follower")
-    follower.register({fqn: torch.zeros_like(tensor) for fqn, tensor in mine.items()})
+    assert inside(engine).mailbox._word[0] == word != 0
+    assert inside(engine).mailbox.manifest is shown
+    follower = opened("follower", {fqn: torch.zeros_like(tensor) for fqn, tensor in mine.items()})
     assert follower.replicate(1) == 1
     engine.unpublish()  # in the middle of the stream
     trainer.unpublish()
@@ -251,7 +250,7 @@ def test_the_ranks_of_a_group_stream_different_names_of_the_same_version(opened,
         published.result()
         assert len({stream.version for stream in streams}) == 1
         assert [len(list(stream)) for stream in streams] == [3, 1]
-    assert [len(e._shard.group.ledger.ended) for e in engines] == [3, 3]
+    assert [len(inside(e).group.ledger.ended) for e in engines] == [3, 3]
 
 
 @only_memory
@@ -307,8 +306,7 @@ def test_a_source_that_has_the_version_again_by_another_call_is_looked_at_anew(o
     stream = engine.stream(1, tensors, buffer_bytes=ROW)
     came = [next(stream)]
     until(lambda: not readers(engine))
-    spare = opened("spare")
-    spare.register({fqn: torch.zeros(ROW // 4) for fqn in tensors})
+    spare = opened("spare", {fqn: torch.zeros(ROW // 4) for fqn in tensors})
     spare.replicate(1)
     source.unpublish()
     source.unregister()
@@ -507,7 +505,7 @@ def test_a_handle_that_closes_beside_a_stream_that_begins_leaves_none(opened, mo
     with pytest.raises(ClosedError):
         engine.stream(1, tensors, buffer_bytes=ROW)
     assert not streams_of(engine)
-    engine._shard.is_closed = False
+    inside(engine).is_closed = False
 
 
 @only_memory
@@ -558,7 +556,7 @@ def test_a_mute_source_is_not_left_for_one_that_has_failed_before(opened):
     until(lambda: stream._filling.landed == 2)
     (source, supply), tried = stream._filling._at, stream._filling._sources.tried
     assert supply.feed.source.has_other(5.0)
-    tried.update(handle._shard.group.seat.inst for handle in holders)
+    tried.update(inside(handle).group.seat.inst for handle in holders)
     tried[source.inst] = 0
     assert not supply.feed.source.has_other(5.0)
 
@@ -598,7 +596,7 @@ def test_a_lease_of_a_stream_that_ends_costs_one_request_more(opened):
     stream = engine.stream(1, tensors, buffer_bytes=ROW)
     next(stream)
     session = stream._filling._sources._session
-    engine._shard.group.kv.revoke(session.lease_id, timeout_s=5)
+    inside(engine).group.kv.revoke(session.lease_id, timeout_s=5)
     until(lambda: not session.is_valid())
     assert len(list(stream)) == 5
     until(lambda: is_over(engine))
