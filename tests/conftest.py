@@ -10,6 +10,7 @@ from kit import memory
 
 import puppets
 import torch_ros
+from puppets.objects import ObjectServer
 from torch_ros.store import run
 
 
@@ -73,6 +74,16 @@ def started(tmp_path):
 def jobs(etcd_endpoint, started, tmp_path):
     """Jobs of this test: `jobs.run_ranks(2, "reshard")`; tests/puppets/programs has them."""
     return puppets.Jobs(etcd_endpoint, tmp_path, started)
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A store of objects that the environment leads to: "s3://weights"."""
+    server = ObjectServer()
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    yield server
+    server.close()
 
 
 @pytest.fixture

@@ -5,12 +5,11 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import weakref
 
 import pytest
 import torch
-from kit import inside
+from kit import inside, until
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -164,11 +163,8 @@ def test_a_call_that_has_failed_keeps_nothing_of_its_caller(exporter, ended):
         frame = raised.traceback[-1].frame.raw
         return weakref.ref(frame.f_locals["weights"])
 
-    kept, until_s = failed(), time.monotonic() + 5
-    while kept() is not None and time.monotonic() < until_s:
-        gc.collect()
-        time.sleep(0.01)
-    assert kept() is None
+    kept = failed()
+    until(lambda: gc.collect() >= 0 and kept() is None, 5)
     assert len(ended("read")) == 1
 
 

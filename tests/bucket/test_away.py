@@ -14,7 +14,6 @@ from kit import until
 
 import torch_ros
 import torch_ros.bucket
-from puppets.objects import ObjectServer
 
 pytest.importorskip("obstore")
 AWAY_S = float(os.environ.get("TORCH_ROS_AWAY_S", "0"))
@@ -30,15 +29,6 @@ from torch_ros.cli import archiving, main
 {"" if AWAY_S else HURRY}
 sys.exit(main.main(sys.argv[1:]))
 """
-
-
-@pytest.fixture
-def server(monkeypatch):
-    server = ObjectServer()
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    yield server
-    server.close()
 
 
 @pytest.mark.long

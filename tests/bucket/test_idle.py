@@ -9,20 +9,10 @@ import torch
 from kit import inside, until
 
 import torch_ros.bucket
-from puppets.objects import ObjectServer
 from torch_ros.bucket.archive import Archiver
 from torch_ros.cli import archiving, main, moving
 
 pytest.importorskip("obstore")
-
-
-@pytest.fixture
-def server(monkeypatch):
-    server = ObjectServer()
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    yield server
-    server.close()
 
 
 class Counts:

@@ -11,7 +11,6 @@ from kit import inside, until
 
 import torch_ros
 import torch_ros.bucket
-from puppets.objects import ObjectServer
 from torch_ros.bucket.archive import Archiver
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.records import ArchiveRecord
@@ -49,15 +48,6 @@ def archiving(endpoint, started):
         return archiver
 
     return start
-
-
-@pytest.fixture
-def server(monkeypatch):
-    server = ObjectServer()
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    yield server
-    server.close()
 
 
 def closed(handle, **options):

@@ -18,6 +18,7 @@ import uvicorn
 from crowd import RUN, Crowd
 from hypothesis import given
 from hypothesis import strategies as st
+from kit import until
 from test_ls import ONE, TWO, fleet, held
 
 from puppets.servers import free_port
@@ -153,8 +154,7 @@ def serving(kv, model=None, token=""):
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        while not server.started:
-            time.sleep(0.01)
+        until(lambda: server.started)
         yield port
     finally:
         server.should_exit = server.force_exit = True

@@ -7,6 +7,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from kit import until
 
 from torch_ros.errors import ClosedError, UsageError
 from torch_ros.store.etcd import EtcdKV
@@ -575,10 +576,7 @@ def test_waiting_leaves_no_threads(store):
     for _ in range(20):
         store.wait(rev, timeout_s=0.01)
         store.wait(rev - 1)
-    deadline = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() <= before
+    until(lambda: threading.active_count() <= before, 5)
 
 
 # Closing

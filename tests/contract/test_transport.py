@@ -4,11 +4,11 @@ import mmap
 import os
 import sys
 import threading
-import time
 import uuid
 
 import numpy as np
 import pytest
+from kit import until
 
 from torch_ros.errors import ClosedError, NotSupported, TransferFailed, UsageError
 from torch_ros.p2p.memory import MemoryTransport
@@ -102,10 +102,7 @@ def spans(*rows):
 
 def run(read):
     read.post()
-    deadline = time.monotonic() + DEADLINE_S
-    while not read.is_done():
-        assert time.monotonic() < deadline, "the read does not end"
-        time.sleep(0.0001)
+    until(read.is_done, DEADLINE_S, pause_s=0.0001)
 
 
 def fetch(peer, *rows):
@@ -467,11 +464,8 @@ def test_a_source_that_closed_is_noticed(pair):
     run(read)
     pair[0].close()
     registration.close()
-    deadline = time.monotonic() + NOTICE_S
     with pytest.raises(TransferFailed):
-        while time.monotonic() < deadline:
-            run(read)
-            time.sleep(0.01)
+        until(lambda: run(read), NOTICE_S, pause_s=0.01)
     read.close()
     peer.close()
     with pytest.raises(TransferFailed):

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kit import inside
+from kit import inside, until
 
 import torch_ros
 from torch_ros.costs import NIXL_COSTS
@@ -568,9 +568,7 @@ def test_a_long_wait_says_what_it_waits_for(opened, endpoint, monkeypatch, caplo
         with pytest.raises(DeadlineExceeded, match=rf"other models .*{there}' \(version 6\)"):
             rollout.replicate(timeout_s=0.1)
         waiting = pool.submit(rollout.replicate)
-        until = time.monotonic() + 20
-        while "none is available yet" not in caplog.text and time.monotonic() < until:
-            time.sleep(0.02)
+        until(lambda: "none is available yet" in caplog.text)
         publisher(opened, {"w": torch.ones(3)})
         assert waiting.result(10) == 1
         with pytest.raises(DeadlineExceeded, match=r"available: \{1: .*\}$"):

@@ -1,13 +1,12 @@
 """Versions get into engines, in place and by their loaders; what cannot be is refused before."""
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
 import torch
-from kit import inside
+from kit import inside, until
 from torch import nn
 from toys import OLD, weights_of
 
@@ -437,8 +436,8 @@ def test_an_engine_whose_name_another_one_takes_keeps_its_version(opened, traine
     def take():
         if not takers:
             takers.append(installer_of(opened(**options), other, tells=True))
-            while installer.handle.state != "gone":  # a read that it stops may have written
-                time.sleep(0.01)
+            # A read that it stops may have written.
+            until(lambda: installer.handle.state == "gone")
 
     first = trainer.publish(1)
     installer.install(1, 20)

@@ -1,13 +1,12 @@
 """The figures of `torch-ros archive`, scraped from a real one."""
 
 import signal
-import time
 
 import pytest
 import torch
+from kit import until
 from scraping import samples
 
-from puppets.objects import ObjectServer
 from torch_ros.cli import main
 
 pytest.importorskip("obstore")
@@ -18,15 +17,6 @@ from torch_ros.cli import archiving, main
 objects.RETRIES, objects.RETRY_S, archiving.RETRY_MAX_S = 1, 1, 2
 sys.exit(main.main(sys.argv[1:]))
 """
-
-
-@pytest.fixture
-def server(monkeypatch):
-    server = ObjectServer()
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    yield server
-    server.close()
 
 
 @pytest.mark.long
@@ -49,26 +39,23 @@ def test_an_archiver_tells_how_far_it_is_behind_and_what_it_has_done(
             found[name, *each.labels.values()] = each.value
         return found
 
-    def until(is_so):
-        deadline_s = time.monotonic() + 60
-        while "figures of the archiver" not in archiver.log.read_text() or not is_so(figures()):
-            assert archiver.poll() is None, archiver.end_of_log()
-            assert time.monotonic() < deadline_s, (figures(), archiver.end_of_log())
-            time.sleep(0.01)
+    def once(is_so):
+        until(lambda: "figures of the archiver" in archiver.log.read_text(), by=archiver)
+        until(lambda: is_so(figures()), by=archiver)
         return figures()
 
-    found = until(lambda found: found["versions_total",] == 1)
+    found = once(lambda found: found["versions_total",] == 1)
     assert (found["behind_versions",], found["behind_seconds",]) == (0, 0)
     assert found["bytes_total",] > 4000
     assert found["seconds_total",] > 0
     server.is_away = True
     trainer.unpublish()
     trainer.publish(9)
-    found = until(lambda found: found.get(("retries_total", "BucketError"), 0) > 1)
+    found = once(lambda found: found.get(("retries_total", "BucketError"), 0) > 1)
     assert found["behind_versions",] == 2
     assert 0 < found["behind_seconds",] < 100
     server.is_away = False
-    found = until(lambda found: found["collected_total",] > 0)
+    found = once(lambda found: found["collected_total",] > 0)
     assert (found["behind_versions",], found["behind_seconds",]) == (0, 0)
     assert found["versions_total",] == 2
     archiver.signal(signal.SIGTERM)

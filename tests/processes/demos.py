@@ -7,9 +7,9 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
+from kit import until
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 ETCD = [sys.executable, "-m", "torch_ros.store.local"]
@@ -66,10 +66,7 @@ def read_until(demo, words):
 
 
 def wait_until_none_runs(surroundings, timeout_s):
-    deadline_s = time.monotonic() + timeout_s
-    while found := running_children(surroundings):
-        assert time.monotonic() < deadline_s, found
-        time.sleep(0.1)
+    until(lambda: not running_children(surroundings), timeout_s, pause_s=0.1)
 
 
 def descendants(pid):

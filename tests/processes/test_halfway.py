@@ -5,6 +5,7 @@ import time
 import uuid
 
 import pytest
+from kit import until
 
 from puppets import Actor
 from torch_ros.protocol.keys import Keys, parse_reader, replica_of
@@ -39,10 +40,8 @@ class Theatre:
 
     def await_there(self, is_there, range_, seconds=20):
         """Until the keys in `range_` are as wanted."""
-        deadline = time.monotonic() + seconds
-        while not is_there(keys := set(self.kv.read(Read((range_,)), timeout_s=5).entries)):
-            assert time.monotonic() < deadline, keys
-            time.sleep(0.005)
+        keys = lambda: set(self.kv.read(Read((range_,)), timeout_s=5).entries)
+        until(lambda: is_there(keys()), seconds)
 
     def await_reader(self, reader, source):
         def is_there(keys):

@@ -723,8 +723,7 @@ def test_who_was_not_given_the_nonce_is_not_one_of_those_who_share_it(store):
     """Else ranks of two starts would make calls together, each with its own tensors."""
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(store.join, "r", 0, 2, nonce="abc")
-        while not store.there("shards/"):
-            time.sleep(0.01)
+        until(lambda: store.there("shards/"))
         stranger = pool.submit(store.join, "r", 1, 2, timeout_s=2)
         assert isinstance(first.exception(15), SeatLost)
         with pytest.raises(DeadlineExceeded, match="has ranks"):
@@ -735,11 +734,9 @@ def test_a_rank_that_lost_its_lease_while_it_waited_meets_its_peers_all_the_same
     """Those who were given a nonce: one of them starts over, the other comes later."""
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(store.join, "r", 0, 2, nonce="abc", ttl_s=2)
-        while not store.there("shards/"):
-            time.sleep(0.01)
+        until(lambda: store.there("shards/"))
         expire(store, "shards/")
-        while not any(".abc" in key or "abc." in key for key in store.there("shards/")):
-            time.sleep(0.01)
+        until(lambda: any(".abc" in key or "abc." in key for key in store.there("shards/")))
         second = pool.submit(store.join, "r", 1, 2, nonce="abc", ttl_s=2)
         ranks = [first.result(15), second.result(15)]
     assert ranks[0].seat.inst == ranks[1].seat.inst

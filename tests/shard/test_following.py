@@ -185,7 +185,7 @@ def test_a_call_that_waited_has_its_time_for_the_rest(opened, pool, until_waitin
     assert rollout.update()
     waiting = pool.submit(rollout.update, wait_s=WAIT_S, timeout_s=0.5)
     until_waiting(rollout)
-    time.sleep(1)
+    time.sleep(0.6)  # more than its time for the rest
     go_on(trainer, 2)
     assert waiting.result(WAIT_S)
 

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from kit import until
 
 import puppets
 from torch_ros.errors import StoreUnavailable, UsageError
@@ -163,8 +164,7 @@ def test_an_etcd_that_starts_later_is_waited_for_and_that_is_said_once(etcd_serv
     etcd_server.kill()
     with ThreadPoolExecutor() as pool:
         connecting = pool.submit(connect, f"etcd://{etcd_server.host}", timeout_s=50)
-        while not caplog.messages:
-            time.sleep(0.01)
+        until(lambda: caplog.messages)
         etcd_server.start()
         kv = connecting.result()
     put(kv, "t/a")

@@ -18,6 +18,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit import until
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import ClosedError, StoreUnavailable, UsageError
@@ -757,10 +758,7 @@ def test_keys_vanish_with_the_last_client_unless_kept(etcd_endpoint, opened):
     keeping.add("counted", 3)
     mortal.close()
     keeping.close()
-    deadline = time.monotonic() + 20
-    while "lease" in parts(etcd_endpoint, name):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: "lease" not in parts(etcd_endpoint, name), 20, pause_s=0.1)
     assert parts(etcd_endpoint, name) == ["blobs", "keys"]
     later = opened(etcd_endpoint, name)
     assert later.list_keys() == ["counted", "kept"]
@@ -987,8 +985,9 @@ def test_processes_add_without_loss(kind, etcd_endpoint, started):
 
 
 CHILD = """
-import runpy, sys
+import os, runpy, sys
 _, path, *arguments, index = sys.argv
+sys.path.append(os.path.dirname(os.path.dirname(path)))  # as pytest has it
 runpy.run_path(path)["count"](*arguments, int(index))
 """
 

@@ -1,7 +1,6 @@
 """Which memory is registered for tensors that share it, and in how many spans it is read."""
 
 import itertools
-import time
 import uuid
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from kit import inside
+from kit import inside, until
 from torch.distributed.tensor import DTensor, Shard
 
 import torch_ros
@@ -306,11 +305,8 @@ def test_a_handle_keeps_pinned_memory_from_huge_pages(etcd_endpoint, monkeypatch
 
 
 def settled(handle):
-    deadline = time.monotonic() + 20.0
-    while (report := handle.huge_pages).bytes_waiting:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return report
+    until(lambda: not handle.huge_pages.bytes_waiting)
+    return handle.huge_pages
 
 
 def test_a_handle_brings_its_tensors_onto_huge_pages_once(etcd_endpoint, monkeypatch):

@@ -5,10 +5,10 @@ import pathlib
 import re
 import signal
 import tempfile
-import time
 
 import pytest
 from demos import descendants, read_until, running_children, started_demo
+from kit import until
 
 SCRIPT = "grpo_with_vllm.py"
 STEP = re.compile(
@@ -55,10 +55,7 @@ def test_an_end_before_the_end_leaves_nothing_behind(surroundings, ctrl_c, strik
     assert demo.returncode == 1
     expected = r"interrupted" if strike == "Ctrl-C" else r"the rollout \d ended with exit status -9"
     assert re.search(expected, output), output
-    until_s = time.monotonic() + 5
-    while left := [pid for pid in below if is_running(pid)]:
-        assert time.monotonic() < until_s, {pid: below[pid] for pid in left}
-        time.sleep(0.1)
+    until(lambda: not any(map(is_running, below)), 5)
 
 
 def is_running(pid):

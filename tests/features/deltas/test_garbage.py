@@ -4,14 +4,13 @@ TORCH_ROS_FUZZ=n tries n times as much.
 """
 
 import os
-import time
 import uuid
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from features.deltas.changing import copies
+from features.deltas.changing import copies, made
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -112,8 +111,7 @@ def update_from(transport, where, other, *, has_another):
             bad.publish_copy(version, tensors, deltas=2)
             if version == 0:
                 me.replicate()
-        while not copies(bad)._making.has_ended:
-            time.sleep(0.001)
+        made(bad)
         ring = copies(bad)._ring
         assert isinstance(ring, Ring)
         if has_another:
