@@ -3,13 +3,13 @@
 import gc
 import json
 import random
-import uuid
 from dataclasses import replace
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from kit import memory
 from safetensors import safe_open
 from test_bucket import bits, everything, same, zeros
 
@@ -55,9 +55,7 @@ def large(rows=600, columns=700):
     }
 
 
-@pytest.fixture
-def endpoint():
-    return f"memory://{uuid.uuid4().hex}"
+endpoint = pytest.fixture(memory)
 
 
 @pytest.fixture

@@ -33,18 +33,6 @@ class Settings:
     width: int = 3
 
 
-@pytest.fixture
-def handles():
-    endpoint = f"memory://{uuid.uuid4().hex}"
-    opened = [
-        torch_ros.open("m", endpoint=endpoint, replica=name, timeout_s=10)
-        for name in ("trainer", "rollout")
-    ]
-    yield opened
-    for handle in opened:
-        handle.close()
-
-
 def save(handle, version, state_dict, **options):
     dcp.save(state_dict, storage_writer=ROSWriter(version, handle=handle), **options)
 

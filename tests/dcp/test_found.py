@@ -1,7 +1,6 @@
 """What was once wrong, with both planners: dcp's own and those that leave planning for later."""
 
 import contextlib
-import uuid
 from collections import UserDict
 
 import pytest
@@ -15,7 +14,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import torch_ros
 from torch_ros.dcp import ROSReader, ROSWriter, objects
 from torch_ros.errors import ManifestMismatch
 from torch_ros.shard.tensors import Tensors
@@ -25,16 +23,6 @@ both_planners = pytest.mark.parametrize("is_own", [False, True], ids=["dcp's", "
 
 class Unknown:
     """dcp knows nothing about it."""
-
-
-@pytest.fixture
-def handles():
-    endpoint = f"memory://{uuid.uuid4().hex}"
-    with (
-        torch_ros.open("m", endpoint=endpoint, replica="trainer", timeout_s=10) as trainer,
-        torch_ros.open("m", endpoint=endpoint, replica="rollout", timeout_s=10) as rollout,
-    ):
-        yield trainer, rollout
 
 
 def save(handle, version, state_dict, *, is_own=True, **options):

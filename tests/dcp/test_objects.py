@@ -7,7 +7,6 @@ import random
 import struct
 import sys
 import time
-import uuid
 import warnings
 import zipfile
 from collections import Counter, OrderedDict
@@ -18,7 +17,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.tensor
 
-import torch_ros
 from torch_ros.dcp import ROSReader, ROSWriter, objects
 from torch_ros.dcp.objects import Refused, Spent, unpickled
 from torch_ros.errors import UntrustedObject, reason
@@ -248,15 +246,6 @@ def test_the_objects_of_a_load_share_its_limits(monkeypatch):
         costs.add_bytes(101)
     with pytest.raises(Refused, match="called with 120 bytes"):  # as for a sparse tensor
         costs.add_copy((torch.sparse_coo, (torch.ones(30), ())))
-
-
-@pytest.fixture
-def handles():
-    store = f"memory://{uuid.uuid4().hex}"
-    pair = [torch_ros.open("m", endpoint=store, replica=r, rank=0, world_size=1) for r in "tr"]
-    yield pair
-    for handle in pair:
-        handle.close()
 
 
 def load(rollout, into, is_ours, **options):

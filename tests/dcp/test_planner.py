@@ -3,7 +3,6 @@
 import gc
 import pickle
 import threading
-import uuid
 import weakref
 
 import numpy as np
@@ -17,23 +16,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
-import torch_ros
 from torch_ros.dcp import ROSReader, ROSWriter
 from torch_ros.dcp.memo import memos
 from torch_ros.dcp.outline import outline
 from torch_ros.errors import ManifestMismatch, UsageError, reason
-
-
-@pytest.fixture
-def handles():
-    endpoint = f"memory://{uuid.uuid4().hex}"
-    opened = [
-        torch_ros.open("m", endpoint=endpoint, replica=name, timeout_s=10)
-        for name in ("trainer", "rollout")
-    ]
-    yield opened
-    for handle in opened:
-        handle.close()
 
 
 def save(handle, version, state_dict):

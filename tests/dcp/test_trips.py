@@ -2,11 +2,9 @@
 
 import sys
 import threading
-import uuid
 from collections import Counter
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
@@ -59,16 +57,6 @@ def calls_up(action):
     finally:
         sys.setprofile(before)
     return found
-
-
-@pytest.fixture
-def handles():
-    endpoint = f"memory://{uuid.uuid4().hex}"
-    with (
-        torch_ros.open("m", endpoint=endpoint, replica="trainer") as trainer,
-        torch_ros.open("m", endpoint=endpoint, replica="rollout") as rollout,
-    ):
-        yield trainer, rollout
 
 
 def state():

@@ -4,6 +4,7 @@ import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
+import kit
 import pytest
 import torch
 from kit import inside, until
@@ -23,10 +24,7 @@ from torch_ros.transfer.card import Word
 from torch_ros.transfer.mailbox import Mailbox
 from torch_ros.transfer.peers import Peers
 
-
-@pytest.fixture
-def endpoint():
-    return f"memory://{uuid.uuid4().hex}"
+endpoint = pytest.fixture(kit.memory)
 
 
 @pytest.fixture

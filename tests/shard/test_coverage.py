@@ -2,7 +2,6 @@
 
 import random
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -16,12 +15,6 @@ from torch_ros.shard.manifests import Manifests
 
 SHAPE = (6, 4)
 TENSORS = {"w": torch.arange(24.0).reshape(SHAPE), "b": torch.arange(3.0)}
-
-
-@pytest.fixture
-def pool():
-    with ThreadPoolExecutor(4) as pool:
-        yield pool
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import re
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit import inside
+from kit import inside, memory
 
 import torch_ros
 from torch_ros.errors import CallAborted, SeatLost, TorchRosError
@@ -135,9 +134,7 @@ class Pair:
         return told.result(TIMEOUT_S + 20), lines.result(TIMEOUT_S + 20)
 
 
-@pytest.fixture
-def endpoint():
-    return f"memory://{uuid.uuid4().hex}"
+endpoint = pytest.fixture(memory)
 
 
 @pytest.fixture
