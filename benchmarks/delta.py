@@ -15,16 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from torch_ros.codec.delta import (
-    Delta,
-    Piece,
-    apply,
-    compare,
-    encode,
-    merge,
-    pieces,
-    words,
-)
+from torch_ros.codec.delta import Delta, Piece, apply, compare, encode, merge, pieces, words
 from torch_ros.weights.digest import change_digest, digest
 from torch_ros.weights.local import LocalChunk, LocalTensor, build, local_chunks
 

@@ -15,11 +15,7 @@ STAGING_BYTES = 4 << 20
 SECONDS_MAX = 5.0
 
 # Ranks of the source, which is cut by rows; the reader: ranks, and along what it is cut.
-CASES = {
-    "1 to 1": (1, 1, 0),
-    "FSDP(8) to 1": (8, 1, 0),
-    "FSDP(8) to TP(8), columns": (8, 8, 1),
-}
+CASES = {"1 to 1": (1, 1, 0), "FSDP(8) to 1": (8, 1, 0), "FSDP(8) to TP(8), columns": (8, 8, 1)}
 
 
 def layout(tensors: int, rank: int, ranks: int, dim: int) -> Layout:

@@ -34,10 +34,7 @@ class Streamer:
     def stream(self, version: int) -> dict[str, float]:
         Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
         elapsed_s = seconds(lambda: self._consume(version))
-        return {
-            "elapsed_s": elapsed_s,
-            "grown_mib": (status_bytes("VmHWM") - self._before) / 2**20,
-        }
+        return {"elapsed_s": elapsed_s, "grown_mib": (status_bytes("VmHWM") - self._before) / 2**20}
 
     def _consume(self, version: int) -> None:
         expected = torch.tensor(version % contents.VALUES, dtype=torch.bfloat16)
@@ -111,12 +108,7 @@ def _tell(setup: Setup, report: Report, count: int, samples: dict[str, list[Samp
         ratios = {"of replicate": reached} if case == STREAM else {}
         report.add(
             Row(
-                part=PART,
-                what=case,
-                params=params,
-                unit="GB/s",
-                samples=found[case],
-                ratios=ratios,
+                part=PART, what=case, params=params, unit="GB/s", samples=found[case], ratios=ratios
             )
         )
     grown = [sample["grown_mib"] for sample in samples[STREAM]]

@@ -74,10 +74,7 @@ def test_a_publication_has_a_span_that_its_version_names(opened, ended):
     }
     told = record(trainer, 7).traceparent
     assert len(told) == 55
-    assert told.split("-")[1:3] == [
-        f"{span.context.trace_id:032x}",
-        f"{span.context.span_id:016x}",
-    ]
+    assert told.split("-")[1:3] == [f"{span.context.trace_id:032x}", f"{span.context.span_id:016x}"]
     stages = ended("tensors") + ended("decide") + ended("digest") + ended("commit")
     assert {each.parent.span_id for each in stages} == {span.context.span_id}
     assert len(stages) == 4

@@ -122,14 +122,8 @@ AIMS = (
     Aim("300 wait for latest-1 while 300 read: reads each", "", 10.0, herd_reads),
     Aim("unpublish with far readers only (copy and 3 round trips)", "s", 0.33, held_up_beyond),
     Aim("versions faster than the link: versions behind", "", 8, worst("lag", "fast_versions")),
-    Aim(
-        "... crossings per version that came",
-        *("", 1.005, worst("crossings", "fast_versions")),
-    ),
-    Aim(
-        "... the trainer is held up, at most",
-        *("s", 0.33, worst("held_up_s", "fast_versions")),
-    ),
+    Aim("... crossings per version that came", *("", 1.005, worst("crossings", "fast_versions"))),
+    Aim("... the trainer is held up, at most", *("s", 0.33, worst("held_up_s", "fast_versions"))),
 )
 
 

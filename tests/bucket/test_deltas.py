@@ -18,12 +18,7 @@ from torch_ros.bucket import deltas, files
 from torch_ros.bucket.archive import Archiver, Form
 from torch_ros.bucket.deltas import difference
 from torch_ros.bucket.files import InBucket, Mismatch, StoredBase, StoredChange, kept
-from torch_ros.errors import (
-    BucketError,
-    ManifestMismatch,
-    UnreadableVersion,
-    VersionNotFound,
-)
+from torch_ros.errors import BucketError, ManifestMismatch, UnreadableVersion, VersionNotFound
 from torch_ros.weights.chunked import Chunked
 
 pytest.importorskip("obstore")
@@ -253,10 +248,7 @@ def test_a_load_that_is_interrupted_is_made_whole_by_the_next_one(three, monkeyp
 
 def test_any_sharding_takes_its_part_of_a_delta(three):
     whole = three.versions[3]
-    boxes = {
-        "matrix": {(0, 0): (100, 700), (300, 5): (200, 3)},
-        "flat": {(65_000,): (5_000,)},
-    }
+    boxes = {"matrix": {(0, 0): (100, 700), (300, 5): (200, 3)}, "flat": {(65_000,): (5_000,)}}
     made = {
         name: Chunked(
             whole[name].shape,

@@ -16,12 +16,7 @@ def shown(rows, width, header=HEADER):
 
 
 def test_cells_stand_below_their_heads():
-    assert shown(ROWS, 80) == [
-        "        HELD",
-        "NAME    BY",
-        "roll-0  2     a note",
-        "roll-1  12",
-    ]
+    assert shown(ROWS, 80) == ["        HELD", "NAME    BY", "roll-0  2     a note", "roll-1  12"]
 
 
 def test_the_widest_column_is_folded_between_words():

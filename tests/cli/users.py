@@ -21,7 +21,4 @@ def limited(server, prefix, password_file, *, writes=False):
         may = rpc.Permission(permType=kind, key=prefix.encode(), range_end=end.encode())
         auth.RoleGrantPermission(rpc.AuthRoleGrantPermissionRequest(name="reads", perm=may))
         auth.AuthEnable(rpc.AuthEnableRequest())
-    return {
-        "TORCH_ROS_ETCD_USER": "reads",
-        "TORCH_ROS_ETCD_PASSWORD_FILE": str(password_file),
-    }
+    return {"TORCH_ROS_ETCD_USER": "reads", "TORCH_ROS_ETCD_PASSWORD_FILE": str(password_file)}

@@ -15,16 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torch_ros.codec import delta as module
-from torch_ros.codec.delta import (
-    SEGMENT,
-    Delta,
-    apply,
-    between,
-    encode,
-    merge,
-    pieces,
-    words,
-)
+from torch_ros.codec.delta import SEGMENT, Delta, apply, between, encode, merge, pieces, words
 from torch_ros.errors import CorruptDelta, ManifestMismatch, NotSupported, UsageError
 from torch_ros.weights.digest import chunk_digests, combine, digest, totals
 from torch_ros.weights.local import WORDS, LocalChunk, LocalTensor, build, local_chunks

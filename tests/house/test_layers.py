@@ -76,10 +76,7 @@ FEATURE = {
     "numpy",
     "msgspec",
 }
-ROOT = {
-    "__init__",
-    "__main__",
-}  # may name everything; "public" in an arrow is `import torch_ros`
+ROOT = {"__init__", "__main__"}  # may name everything; "public" in an arrow is `import torch_ros`
 LAZY = {  # what a file starts when it is asked to, and does not stand on
     "store/__init__.py": ("torch_ros.store.distributed",),
     "face/opening.py": ("torch_ros.metrics",),

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "torch_ros"
 LIMITS = {"file": 450, "class": 300, "function": 40, "parameters": 6}
 OFFENDERS = {
     # The public face: each option has a name.
-    "parameters face/handle.py:ShardHandle.publish_copy": 9,
+    "parameters face/handle.py:ShardHandle.publish_copy": 9
 }
 
 

@@ -15,12 +15,7 @@ import puppets
 import torch_ros
 from torch_ros.cli import main
 from torch_ros.dcp import ROSWriter
-from torch_ros.errors import (
-    RequestTooLarge,
-    StoreAlarm,
-    StoreUnavailable,
-    TorchRosError,
-)
+from torch_ros.errors import RequestTooLarge, StoreAlarm, StoreUnavailable, TorchRosError
 from torch_ros.store.credentials import User
 from torch_ros.store.etcd import EtcdKV
 from torch_ros.store.txn import Put, Read, Txn, one

@@ -336,8 +336,7 @@ class NoLeader(grpc.RpcError):
 def test_members_without_a_leader_are_asked_more_and_more_rarely(monkeypatch):
     pauses, now = [], [0.0]
     clock = SimpleNamespace(
-        monotonic=lambda: now[0],
-        sleep=lambda s: (pauses.append(s), now.append(now.pop() + s)),
+        monotonic=lambda: now[0], sleep=lambda s: (pauses.append(s), now.append(now.pop() + s))
     )
     monkeypatch.setattr(etcd, "time", clock)
     kv = EtcdKV([DEAD, "127.0.0.1:2"])

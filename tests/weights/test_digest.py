@@ -192,10 +192,7 @@ def test_the_digests_of_any_partition_are_that_of_the_tensor(dtype, depth):
         chunks = [anywhere(rng, whole[tuple(box)]) for box in parts]
         found = [
             digest(
-                chunk,
-                global_shape=whole.shape,
-                offsets=[part.start for part in box],
-                depth=depth,
+                chunk, global_shape=whole.shape, offsets=[part.start for part in box], depth=depth
             )
             for box, chunk in zip(parts, chunks, strict=True)
         ]

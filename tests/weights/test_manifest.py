@@ -165,10 +165,7 @@ def test_every_dtype_has_a_name_that_leads_back():
 
 
 def test_logical_is_the_union_of_all_ranks_without_their_chunks():
-    ranks = [
-        Layout((TENSORS[0], TENSORS[2]), CHUNKS[:1]),
-        Layout((TENSORS[0], TENSORS[1]), ()),
-    ]
+    ranks = [Layout((TENSORS[0], TENSORS[2]), CHUNKS[:1]), Layout((TENSORS[0], TENSORS[1]), ())]
     assert logical(ranks) == {
         "a.weight": LogicalTensor("bfloat16", (4, 6)),
         "empty": LogicalTensor("int64", (0, 3)),

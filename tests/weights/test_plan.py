@@ -163,10 +163,7 @@ def test_any_sharding_is_read_into_any_other(mode):
         wholes, ranks = random_world(rng)
         layout, memory, checks = random_target(rng, wholes)
         read_plan = plan(
-            [source for source, _ in ranks],
-            layout,
-            target_rank=rng.randrange(5),
-            **MODES[mode],
+            [source for source, _ in ranks], layout, target_rank=rng.randrange(5), **MODES[mode]
         )
         carry_out(read_plan, [tensors for _, tensors in ranks], memory)
         for base, expected in checks:

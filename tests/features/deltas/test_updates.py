@@ -19,9 +19,7 @@ from features.deltas.changing import (
 )
 
 import torch_ros
-from torch_ros.errors import (
-    CorruptDelta,
-)
+from torch_ros.errors import CorruptDelta
 from torch_ros.features.deltas.reading import DeltaRead
 
 options = pytest.fixture(changing.options)

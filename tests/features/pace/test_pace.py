@@ -155,9 +155,7 @@ def test_a_near_relay_is_asked_for_its_rate_once_a_window_and_nobody_else_is():
     pace, asked, left = Pace(), [], []
     source = FeedSource("r", 1, False, *[lambda *_: True] * 3)
     relay = SimpleNamespace(
-        is_near=False,
-        feed=SimpleNamespace(source=source),
-        rate=lambda _: asked.append(1) or 10.0,
+        is_near=False, feed=SimpleNamespace(source=source), rate=lambda _: asked.append(1) or 10.0
     )
     full = SimpleNamespace(
         is_near=False, feed=SimpleNamespace(source=replace(source, is_full=True))

@@ -27,13 +27,7 @@ from features.deltas.changing import (
 from kit import inside
 
 import torch_ros
-from torch_ros.errors import (
-    ClosedError,
-    DeadlineExceeded,
-    SourceLost,
-    UsageError,
-    VersionNotFound,
-)
+from torch_ros.errors import ClosedError, DeadlineExceeded, SourceLost, UsageError, VersionNotFound
 from torch_ros.features.deltas import side_room
 from torch_ros.features.deltas.reading import DeltaRead
 from torch_ros.features.prefetch import flow
