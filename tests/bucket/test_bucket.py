@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import uuid
+from contextlib import contextmanager
 from itertools import chain
 
 import pytest
@@ -262,17 +263,15 @@ def test_memory_that_may_only_be_read_is_named_and_nothing_is_written(archived, 
     assert not tensors["a"].any()
 
 
-def test_a_load_that_ctrl_c_ends_returns_at_once_and_writes_nothing_afterwards(
-    archived, bucket, monkeypatch, ctrl_c
-):
-    """Its store stands still: the bytes that it was asked for come when the caller has gone on."""
-    archived(7, {"w": torch.ones(1 << 10)})
-    comes, came = threading.Event(), threading.Event()
+@contextmanager
+def standing_still(bucket, monkeypatch, meanwhile=lambda: None):
+    """A target for a read that ends soon. Its bytes come when the caller has gone on."""
+    comes, came, mine = threading.Event(), threading.Event(), torch.zeros(1 << 10)
     get_ranges, copy_out = bucket.store.get_ranges, reading._copy_out
 
     def slow(*asked):
         found = get_ranges(*asked)
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        meanwhile()
         comes.wait(60)
         return found
 
@@ -282,56 +281,43 @@ def test_a_load_that_ctrl_c_ends_returns_at_once_and_writes_nothing_afterwards(
 
     monkeypatch.setattr(bucket.store, "get_ranges", slow)
     monkeypatch.setattr(reading, "_copy_out", copied)
-    mine, threads, began_s = torch.zeros(1 << 10), set(threading.enumerate()), time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        bucket.load({"w": mine})
+    threads, began_s = set(threading.enumerate()), time.monotonic()
+    yield {"w": mine}
     assert time.monotonic() - began_s < 30
     comes.set()
     for late in set(threading.enumerate()) - threads:
         late.join(60)
     assert not came.is_set()
     assert not mine.any()
+
+
+def test_a_load_that_ctrl_c_ends_returns_at_once_and_writes_nothing_afterwards(
+    archived, bucket, monkeypatch, ctrl_c
+):
+    archived(7, {"w": torch.ones(1 << 10)})
+    strike = lambda: threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with (
+        standing_still(bucket, monkeypatch, strike) as mine,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        bucket.load(mine)
 
 
 @memory_only
 def test_a_read_that_is_given_up_ends_at_once_and_writes_nothing_afterwards(
     archived, bucket, monkeypatch
 ):
-    """Its store stands still, so that what it was asked for comes when somebody else writes."""
     archived(7, {"w": torch.ones(1 << 10)})
     [of] = bucket.kept()
-    comes, came = threading.Event(), threading.Event()
-    get_ranges = bucket.store.get_ranges
-
-    def slow(*asked):
-        found = get_ranges(*asked)
-        comes.wait(60)
-        return found
 
     def gives_up(_):
         raise TimeoutError
 
-    copy_out = reading._copy_out
-
-    def copied(*asked):
-        copy_out(*asked)
-        came.set()
-
-    monkeypatch.setattr(bucket.store, "get_ranges", slow)
-    monkeypatch.setattr(reading, "_copy_out", copied)
-    mine = torch.zeros(1 << 10)
-    threads = set(threading.enumerate())
-    began_s = time.monotonic()
-    stored = bucket.manifest(of)
-    target, folder = build(local_chunks({"w": mine}), {}), f"{bucket.root}/{of.files_at}"
-    with pytest.raises(TimeoutError):
-        reading.fill_chunks(bucket.store, folder, stored, target, gives_up)
-    assert time.monotonic() - began_s < 30
-    comes.set()
-    for late in set(threading.enumerate()) - threads:
-        late.join(60)
-    assert not came.is_set()
-    assert not mine.any()
+    with standing_still(bucket, monkeypatch) as mine:
+        stored, folder = bucket.manifest(of), f"{bucket.root}/{of.files_at}"
+        target = build(local_chunks(mine), {})
+        with pytest.raises(TimeoutError):
+            reading.fill_chunks(bucket.store, folder, stored, target, gives_up)
 
 
 def spoil(path, how):

@@ -10,7 +10,7 @@ from kit import at_once, inside, memory, until
 
 from torch_ros.errors import ClosedError, SeatLost, UsageError
 from torch_ros.protocol import keys as k
-from torch_ros.protocol.reaching import ClaimedSources, suspect
+from torch_ros.protocol.reaching import ClaimedSources
 from torch_ros.protocol.records import Holding
 from torch_ros.store.txn import Read
 
@@ -81,21 +81,6 @@ def test_readers_of_who_leaves_finish_and_nobody_new_comes(opened, monkeypatch, 
     assert late.replicate() == 1
     assert late.last_read.source == "reader"
     assert "is gone" not in caplog.text
-
-
-def test_a_reader_that_is_not_done_in_time_goes_on_elsewhere(opened, monkeypatch):
-    trainer, leaver, reader = opened("trainer", 1.0), opened("leaver"), opened("reader")
-    trainer.publish(1)
-    leaver.replicate()
-    freed = tensor_of(leaver)
-    suspect(inside(reader).group, [inside(trainer).group.seat.inst], "so that it reads elsewhere")
-    with reading_from(leaver, reader, monkeypatch) as (replicating, go_on):
-        leaver.leave(within_s=0.2)
-        freed.fill_(666)
-        go_on.set()
-        assert replicating.result(20) == 1
-    assert (reader.last_read.source, reader.last_read.reroutes) == ("trainer", 1)
-    assert torch.equal(tensor_of(reader), torch.ones(4))
 
 
 def test_the_version_that_is_lost_is_said(opened, caplog):
