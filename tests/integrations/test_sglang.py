@@ -20,6 +20,11 @@ from torch_ros.integrations import sglang
 EMBED, NORM = "model.embed_tokens.weight", "model.norm.weight"
 
 
+def follower():
+    """What this process follows with; None: nothing."""
+    return sglang._follower
+
+
 class Fp8LinearMethod:
     """By SGLang's name."""
 
@@ -51,7 +56,7 @@ class DerivingUnseen(Deriving):
 
 
 def report(worker):
-    return sglang._follower.installers[worker, True].report
+    return follower().installers[worker, True].report
 
 
 def expected(worker, weights):
@@ -170,23 +175,23 @@ def test_the_engine_keeps_nothing_registered_between_versions(trainer):
         sglang.load(worker, request(trainer, version))
     assert report(worker).direct_share == 1
     with pytest.raises(UsageError):
-        sglang._follower.handle.serve()
+        follower().handle.serve()
 
 
 def test_the_handle_stays_for_the_next_version_and_another_model_has_another(trainer):
     worker = Worker(0, 1)
     publish(trainer, 1)
     sglang.load(worker, request(trainer, 1))
-    handle = sglang._follower.handle
+    handle = follower().handle
     publish(trainer, 2)
     sglang.load(worker, request(trainer, 2))
-    assert sglang._follower.handle is handle
+    assert follower().handle is handle
     with torch_ros.open("other", **trainer.options) as other:
         other.publish_copy(1, {name: torch.ones(shape) for name, shape in shapes().items()})
         sglang.load(worker, sglang.request(1, "other", options=trainer.options))
         assert handle.is_closed
         assert (worker.state_dict()["model.norm.weight"] == 1).all()
-    handle = sglang._follower.handle
+    handle = follower().handle
     sglang.close()
     sglang.close()
     assert handle.is_closed
@@ -197,7 +202,7 @@ def test_a_worker_says_which_version_it_uses(trainer):
     for version in (1, 2):
         weights = publish(trainer, version)
         sglang.load(worker, request(trainer, version))
-        replica = sglang._follower.handle.replica
+        replica = follower().handle.replica
         assert trainer.wait_installed(version).active.keys() == {replica}
     trainer.publish_copy(3, {NORM: torch.ones(HIDDEN)})
     with pytest.raises(ManifestMismatch):
@@ -213,7 +218,7 @@ def test_a_model_that_refuses_other_weights_is_asked_before_anything_is_opened(t
     publish(trainer, 1)
     with pytest.raises(UsageError, match=r"model\.layers refuses .* keeps a copy"):
         sglang.load(worker, request(trainer, 1))
-    assert sglang._follower is None
+    assert follower() is None
     assert is_untouched(worker)
 
 

@@ -15,6 +15,10 @@ SHAPES = {f"layers.{k}.weight": (8, 4 + k) for k in range(5)} | {"norm.weight": 
 BUCKET = 520  # bytes: each half has one of the layers
 
 
+def handle_of(engine):
+    return engine._handle
+
+
 def weights(value):
     """One tensor at a time, in memory that the next one takes."""
     memory = torch.empty(64)
@@ -89,10 +93,10 @@ def is_all(tensors, value):
 def test_rollouts_get_what_the_actors_gathered_and_nothing_is_opened_again(job):
     told, got = job.update(1.0, step=1)
     assert all(is_all(tensors, 1.0) for tensors in got)
-    handles = [engine._handle for engine in [*job.actors, *job.rollouts]]
+    handles = [handle_of(engine) for engine in [*job.actors, *job.rollouts]]
     told, got = job.update(2.0, step=5)
     assert all(is_all(tensors, 2.0) for tensors in got)
-    assert [engine._handle for engine in [*job.actors, *job.rollouts]] == handles
+    assert [handle_of(engine) for engine in [*job.actors, *job.rollouts]] == handles
     assert {one["torch_ros/version"] for one in told} == {5}
 
 
@@ -148,7 +152,7 @@ def test_a_rollout_reads_ahead_in_no_more_than_verl_allows():
 
     async def receive():
         async for name, tensor in rollout.receive_weights(global_steps=1):
-            (filling,) = rollout._handle._streams._open or [None]
+            (filling,) = handle_of(rollout)._streams._open or [None]
             if filling is not None:  # it ends when it has read all
                 held = filling._buffers.sizes
                 assert len(held) == 2
@@ -160,7 +164,7 @@ def test_a_rollout_reads_ahead_in_no_more_than_verl_allows():
     assert names == sorted(SHAPES)
     assert 0 < max(seen) <= BUCKET
     assert [one.result(60)["torch_ros/version"] for one in sent] == [1, 1]
-    assert rollout._handle.version is None  # it holds nothing that others could be sent to
+    assert handle_of(rollout).version is None  # it holds nothing that others could be sent to
     job.close()
 
 
@@ -195,24 +199,24 @@ def test_a_rollout_that_is_left_early_lets_go(job):
     job.update(1.0, step=1)
     job.rollouts[0]._last = 0
     asyncio.run(receive())
-    assert not job.rollouts[0]._handle._streams._open
+    assert not handle_of(job.rollouts[0])._streams._open
     assert job.rollouts[0]._last == 0
 
 
 def test_a_rollout_uses_a_version_when_verl_has_updated_all_of_them(job):
     job.update(1.0, step=1)
-    trainer, first = job.actors[0]._handle, job.rollouts[0]
-    names = {rollout._handle.replica for rollout in job.rollouts}
+    trainer, first = handle_of(job.actors[0]), job.rollouts[0]
+    names = {handle_of(rollout).replica for rollout in job.rollouts}
     assert trainer.wait_installed(1).active.keys() == names
     job.connect()
     sent = [job.pool.submit(asyncio.run, a.send_weights(weights(2.0), 2)) for a in job.actors]
     asyncio.run(job.received(first, step=2))
     told = trainer.installs()
     assert {name: one.active and one.active.version for name, one in told.items()} == {
-        name: None if name == first._handle.replica else 1 for name in names
+        name: None if name == handle_of(first).replica else 1 for name in names
     }
     first.finalize()
-    assert trainer.installs()[first._handle.replica].active.version == 2
+    assert trainer.installs()[handle_of(first).replica].active.version == 2
     assert [one.result(60)["torch_ros/version"] for one in sent] == [2, 2]
 
 
@@ -226,7 +230,7 @@ def test_a_rollout_whose_server_fails_has_rejected_the_version(job):
     sent = [job.pool.submit(asyncio.run, a.send_weights(weights(2.0), 2)) for a in job.actors]
     with pytest.raises(RuntimeError, match="out of memory"):
         asyncio.run(receive())
-    told = job.actors[0]._handle.installs()[job.rollouts[0]._handle.replica]
+    told = handle_of(job.actors[0]).installs()[handle_of(job.rollouts[0]).replica]
     assert told.active is None
     assert "the server is out of memory" in told.rejected.reason
     assert [one.result(60)["torch_ros/version"] for one in sent] == [2, 2]

@@ -29,6 +29,17 @@ EVERYTHING = under("t/")
 COUNTER = "t/counter"
 
 
+def asked(kv):
+    """The member that it asks now."""
+    return kv._current
+
+
+def asks(kv, member):
+    """From now on it asks that member."""
+    kv._current = member
+    return member
+
+
 @pytest.fixture
 def kv(etcd_cluster):
     kv = EtcdKV(etcd_cluster.hosts)
@@ -80,10 +91,10 @@ def test_reads_and_commits_go_on_when_a_member_dies(kv, etcd_cluster, victim):
     leader = etcd_cluster.leader()
     if victim == "the leader":
         # The one in use stays: it has to find the new leader.
-        kv._current = (leader + 1) % 3
+        asks(kv, (leader + 1) % 3)
     else:
-        kv._current = (leader + 1) % 3
-        leader = kv._current
+        asks(kv, (leader + 1) % 3)
+        leader = asked(kv)
     read(kv)
     etcd_cluster.kill(leader)
     numbers = [count_up(kv) for _ in range(5)]
@@ -93,9 +104,9 @@ def test_reads_and_commits_go_on_when_a_member_dies(kv, etcd_cluster, victim):
 
 def test_a_member_that_hangs_is_left_within_one_request(kv, etcd_cluster):
     put(kv)
-    kv._current = (etcd_cluster.leader() + 1) % 3
+    asks(kv, (etcd_cluster.leader() + 1) % 3)
     read(kv)
-    etcd_cluster.members[kv._current].suspend()
+    etcd_cluster.members[asked(kv)].suspend()
     with pytest.raises(StoreUnavailable, match="did not answer within"):
         read(kv, timeout_s=0.5)
     started = time.monotonic()
@@ -105,10 +116,10 @@ def test_a_member_that_hangs_is_left_within_one_request(kv, etcd_cluster):
 
 def test_who_waits_at_a_member_that_hangs_moves_on(kv, etcd_cluster):
     rev = put(kv)
-    index = kv._current = (etcd_cluster.leader() + 1) % 3
+    index = asks(kv, (etcd_cluster.leader() + 1) % 3)
     etcd_cluster.members[index].suspend()
     assert not wait(kv, rev, timeout_s=1.5)
-    assert kv._current != index
+    assert asked(kv) != index
     assert not wait(kv, rev, timeout_s=0.5)
     put(kv)
     assert wait(kv, rev, timeout_s=5)
@@ -118,12 +129,12 @@ def test_a_member_without_the_others_is_left(kv, etcd_cluster):
     """It is alive, takes connections and knows its past, but cannot say what is true now."""
     lonely = 0
     rev = put(kv)
-    kv._current = lonely
+    asks(kv, lonely)
     for other in (1, 2):
         etcd_cluster.kill(other)
     until(lambda: not etcd_cluster.members[lonely].metric("etcd_server_has_leader"))
     assert wait(kv, rev, timeout_s=10)
-    assert kv._current != lonely
+    assert asked(kv) != lonely
 
 
 # What is sent twice
@@ -131,7 +142,7 @@ def test_a_member_without_the_others_is_left(kv, etcd_cluster):
 
 def test_a_commit_whose_reply_may_be_lost_is_not_sent_again(kv, etcd_cluster, monkeypatch):
     """Each commit puts a key of its own; whoever is told of a failure sees to it."""
-    kv._current = etcd_cluster.leader()
+    asks(kv, etcd_cluster.leader())
     read(kv)
     tries = defaultdict(list)  # by key: what became of each
     for member in kv._members:
@@ -166,7 +177,7 @@ def test_a_commit_whose_reply_may_be_lost_is_not_sent_again(kv, etcd_cluster, mo
         for thread in range(4):
             pool.submit(commit_all, thread)
         until(lambda: len(outcomes) > 50)
-        etcd_cluster.kill(kv._current)
+        etcd_cluster.kill(asked(kv))
         until(lambda: any(isinstance(r, StoreUnavailable) for r in list(outcomes.values())))
         before = len(outcomes)
         until(lambda: len(outcomes) > before + 50)
@@ -237,7 +248,7 @@ def test_no_change_is_missed_while_members_come_and_go(etcd_cluster):
 
     with ThreadPoolExecutor(2) as pool:
         following, writing = pool.submit(follow), pool.submit(write)
-        for victim in (watcher._current, etcd_cluster.leader(), writer._current):
+        for victim in (asked(watcher), etcd_cluster.leader(), asked(writer)):
             await_more()
             etcd_cluster.kill(victim)
             await_more()
@@ -256,7 +267,7 @@ def test_a_lease_lives_while_the_member_that_renewed_it_dies(kv, etcd_cluster):
     session = Session(kv, ttl_s=10, on_lost=lost.append, name="test")
     kv.commit(Txn(ops=(Put("t/mine", b"", session.lease_id),)), timeout_s=5)
     for _ in range(2):
-        victim = kv._current
+        victim = asked(kv)
         etcd_cluster.kill(victim)
         deadline = session.deadline
         until(lambda: session.deadline > deadline + 2)  # noqa: B023
@@ -301,7 +312,7 @@ def test_without_a_majority_nothing_is_answered_and_calls_wait_for_it(kv, etcd_c
 def test_a_lost_majority_is_told_in_words(kv, etcd_cluster, how):
     """The one that is left answers: it serves its past, and knows that it has no leader."""
     rev, lonely = put(kv), 0
-    kv._current = lonely
+    asks(kv, lonely)
     lose_majority(etcd_cluster, lonely, how)
     for request in (
         lambda: read(kv, timeout_s=1),
@@ -309,10 +320,10 @@ def test_a_lost_majority_is_told_in_words(kv, etcd_cluster, how):
         lambda: kv.grant(60, timeout_s=1),
         lambda: kv.keep_alive(1, timeout_s=1),
     ):
-        kv._current = lonely
+        asks(kv, lonely)
         with pytest.raises(StoreUnavailable, match="no leader: more than half of its members"):
             request()
-    kv._current = lonely
+    asks(kv, lonely)
     assert not kv.status(timeout_s=5).has_leader
     regain_majority(etcd_cluster, lonely, how)
     until(lambda: is_answering(kv))  # a member that wakes up may refuse what it was asked then
@@ -323,7 +334,7 @@ def test_a_lost_majority_is_told_in_words(kv, etcd_cluster, how):
 def test_a_member_that_is_removed_is_left_within_a_request(kv, etcd_cluster, etcd_programs, which):
     rev, leader = put(kv), etcd_cluster.leader()
     removed = leader if which == "leader" else (leader + 1) % 3
-    kv._current = removed
+    asks(kv, removed)
     read(kv)
     other = etcd_cluster.hosts[(removed + 1) % 3]
     ctl = [etcd_programs / "etcdctl", "--endpoints", other, "member"]
@@ -339,7 +350,7 @@ def test_a_member_that_is_removed_is_left_within_a_request(kv, etcd_cluster, etc
         put(kv)
         assert waiting.result(timeout=20)
     assert etcd_cluster.members[removed].process.wait(20) is not None
-    assert kv._current != removed
+    assert asked(kv) != removed
     alone = EtcdKV([etcd_cluster.hosts[removed]])
     with pytest.raises(StoreUnavailable, match="refused the connection"):
         read(alone)

@@ -49,6 +49,10 @@ KEY = "/torch-ros/mine/key"
 CHEAP = ("--bcrypt-cost", "4")
 
 
+def token_of(kv):
+    return kv._token
+
+
 @pytest.fixture(autouse=True)
 def _bare_environment(monkeypatch):
     for variable in OPTIONS.values():
@@ -459,11 +463,11 @@ def test_a_token_that_expires_is_replaced_while_somebody_waits(users_of, certifi
         with ThreadPoolExecutor() as pool:
             waiting = pool.submit(kv.wait, Watch((MINE,), rev, ""), timeout_s=30)
             for _ in range(3):
-                token = kv._token
+                token = token_of(kv)
                 until(lambda: not users.is_accepted(token))  # noqa: B023
                 assert KEY in kv.read(Read((MINE,)), timeout_s=5).entries
-                assert kv._token != token
-            token = kv._token
+                assert token_of(kv) != token
+            token = token_of(kv)
             until(lambda: not users.is_accepted(token))
             assert not waiting.done()
             rev = kv.commit(Txn(ops=(Put(KEY, b"", session.lease_id),)), timeout_s=5).rev
@@ -478,20 +482,20 @@ def test_a_token_that_expires_is_replaced_while_somebody_waits(users_of, certifi
 
 def wait_with_an_expired_token(users, kv, rev):
     """etcd refuses such a watch; whoever waits looks again, and by then has another token."""
-    token = kv._token
+    token = token_of(kv)
     until(lambda: not users.is_accepted(token))
     woke = kv.wait(Watch((MINE,), rev, ""), timeout_s=5)
-    return woke and kv._token != token
+    return woke and token_of(kv) != token
 
 
 def test_a_simple_token_that_expires_is_replaced(users_of, tmp_path):
     with users_of(tmp_path, "--auth-token-ttl", "1") as users:
         kv = users.kv()
         use(kv)
-        token = kv._token
+        token = token_of(kv)
         time.sleep(3)  # to look whether it is over would make it last
         use(kv)
-        assert kv._token != token
+        assert token_of(kv) != token
         kv.close()
 
 
@@ -676,7 +680,7 @@ def test_secrets_are_in_no_log_repr_or_error(shared_users, tmp_path, caplog, cap
     with pytest.raises(AccessDenied) as caught:
         kv.read(Read((under("/elsewhere/"),)), timeout_s=5)
     words += [told(caught.value), repr(kv), repr(kv._user), repr(kv._members)]
-    token = kv._token
+    token = token_of(kv)
     assert token
     kv.close()
     handle = torch_ros.open("mine", endpoint=shared_users.endpoint(), replica=uuid.uuid4().hex)
