@@ -1,8 +1,7 @@
 """The page docs/scale/README.md, from rows of results.json: nobody edits it."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,6 +16,11 @@ ABOUT = """# At scale
 `make scale` has written this page: nobody edits it. Everything behind `torch_ros.open` runs as it
 is, among up to 10,000 replicas; clocks, etcd and the network are [modelled](#the-model), so times
 are those of the model. "x" is of the time in which one NIC carries the version.
+"""
+
+SLOW = """\
+Slow ones have a tenth of the rate: in a first version nobody knows which they are, in the next one
+they pass nothing on. `results.json` has all figures.
 """
 
 HEADS = """\
@@ -57,6 +61,7 @@ def _page(rows: Sequence[Row]) -> Iterator[str]:
     yield from _table(("aim", "at most", "found", ""), acceptance.lines(rows))
     yield from (f"- Missed, {why}" for why in acceptance.causes(rows))
     yield ""
+    yield SLOW
     yield "## Bursts\n"
     yield "![When the last one is done, by the number of replicas](last-done.svg)\n"
     yield "![How long each of 1,000 waits](stalls.svg)\n"
@@ -64,42 +69,8 @@ def _page(rows: Sequence[Row]) -> Iterator[str]:
     yield "Commits, lost races, reads and KiB of keys and values of etcd are those of a newcomer.\n"
     yield HEADS
     yield ("![What etcd is asked](requests.svg)\n")
-    yield "## Slow ones\n"
-    yield (
-        "One in a hundred has a tenth of the rate. In a first version nobody knows which; in the "
-        "next one they pass nothing on.\n"
-    )
-    yield from _table(
-        ("N", "first version, healthy ones: median x", "p99 x", "last x",
-         "next one: median x", "p99 x", "last x"),
-        ((_n(r), *_of(r, "healthy_median_x", "healthy_p99_x", "healthy_last_x",
-                      "next_median_x", "next_p99_x", "next_last_x"))
-         for r in _rows(rows, "stragglers")),
-    )  # fmt: skip
-    yield "## Deaths\n"
-    yield "Two in a hundred die in the middle.\n"
-    yield from _table(
-        ("N", "died", "failed", "median x", "last x", "heads sent x"),
-        ((_n(r), *_of(r, "died", "failed", "median_x", "last_x", "heads_sent_x"))
-         for r in _rows(rows, "deaths")),
-    )  # fmt: skip
-    yield "## More than one datacenter\n"
-    yield "How often a version comes to each of them, over all seeds.\n"
-    yield from _table(
-        ("far replicas", "far datacenters", "over s", "mean", "most"), _merged(_crossings(rows))
-    )
     yield "## The figures of the TensorHub paper\n"
     yield "![Figures 7b, 11 and 12](paper.svg)\n"
-    yield from _table(
-        ("7b: groups of 8 GPUs", "total stall s", "ideal s"),
-        ((str(r["params"]["groups"]), *_of(r, "stall_s"), f"{8 * r['params']['groups'] * 2.2:.1f}")
-         for r in _rows(rows, "figure_7b")),
-    )  # fmt: skip
-    yield from _table(
-        ("11: rollouts", "trainers", "mean stall s", "paper s"),
-        _merged((*(str(r["params"][who]) for who in ("rollouts", "trainers")),
-                 *_of(r, "mean_s"), "1.5") for r in _rows(rows, "figure_11")),
-    )  # fmt: skip
     twelve = [row["figures"] for row in _rows(rows, "figure_12")]
     if twelve:
         stall, crossings = (fmean(f[name] for f in twelve) for name in ("stall_s", "crossings"))
@@ -144,25 +115,6 @@ def _burst_line(row: Row) -> tuple[str, ...]:
         attached,
         *_of(row, "commits", "lost", "reads", "KiB"),
     )
-
-
-def _crossings(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
-    found: dict[tuple[int, int, float], list[float]] = {}
-    for row in _rows(rows, "datacenters"):
-        params = row["params"]
-        key = params["n"], params.get("far", 1), params.get("over_s", 0.0)
-        found.setdefault(key, []).append(row["figures"]["crossings"])
-    for (n, far, over_s), values in found.items():
-        over = f"{over_s:g}" if over_s else "at once"
-        mean = f"{fmean(values):.2f}"
-        yield f"{n:,}", str(far), over, mean, f"{max(values):.2f}"
-
-
-def _merged(lines: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
-    """Lines in a row that differ in the first column only are one."""
-    for rest, each in groupby(lines, key=lambda line: line[1:]):
-        firsts = [line[0] for line in each]
-        yield (firsts[0] if len(firsts) == 1 else f"{firsts[0]} to {firsts[-1]}"), *rest
 
 
 def _without_constants(head: Sequence[str], lines: Sequence[tuple[str, ...]]) -> Iterator[str]:
