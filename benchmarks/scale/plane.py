@@ -24,7 +24,7 @@ from torch_ros.transfer.card import ALL_BLOCKS, Card, Word
 from torch_ros.transfer.feed import Feed, FeedSource, Following, Progress, Supply
 from torch_ros.transfer.mailbox import Digests
 from torch_ros.transfer.peers import PeerState
-from torch_ros.transfer.registered import LocalState, Phase, Registered
+from torch_ros.transfer.registered import LocalState, Phase
 from torch_ros.transfer.stall import EAGER_POLL_S, EAGER_S, POLL_S_MAX, STALL_S, SourceWait
 from torch_ros.weights.local import local_chunks
 from torch_ros.weights.manifest import Layout, Manifest
@@ -38,10 +38,9 @@ LOOKS_S = 0.51 * WINDOW_S  # between two judgements of a source; of the library,
 QUESTIONS = 3  # to see what a peer shows: its word, its mailbox, its manifest
 
 
-def registered(bytes_total: float) -> Registered:
+def registered(bytes_total: float) -> LocalState:
     """The tensors that each process has registered: one block, for `bytes_total`."""
-    state = LocalState(local_chunks({"w": torch.zeros(1)}), {}, {})
-    known = Registered.of(state)
+    known = LocalState(local_chunks({"w": torch.zeros(1)}), {}, {})
     vars(known)["bytes_total"] = int(bytes_total)
     return known
 
@@ -115,7 +114,7 @@ class Room:
     """Memory for a copy of what each process has."""
 
     def __init__(self, cluster: Cluster) -> None:
-        self.state = LocalState((), {}, {}, known=cluster.registered)
+        self.state = cluster.registered
 
     def close(self) -> None:
         pass

@@ -13,7 +13,7 @@ from torch_ros.copies.buffers import CopyBuffers, Copying
 from torch_ros.copies.ferry import Ferry
 from torch_ros.copies.turns import HostBuffers
 from torch_ros.errors import NotSupported
-from torch_ros.transfer.registered import LocalState, Registered
+from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.digest import digest
 from torch_ros.weights.local import local_chunks
 
@@ -225,7 +225,7 @@ def test_a_device_computes_the_digests_that_a_host_does(depth, dtype):
 def test_tensors_of_one_allocation_are_one_registration():
     made = {f"t{number}": torch.zeros(1000, device="cuda") for number in range(100)}
     state = LocalState(local_chunks(made), {}, {})
-    regions = Registered.of(state).regions
+    regions = state.regions
     assert len(regions) < 10  # small tensors come from segments of 2 MiB
     for tensor in made.values():
         start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes

@@ -15,7 +15,7 @@ from torch_ros.protocol.records import Kept, VersionRef
 from torch_ros.shard.host_copies import HostCopy
 from torch_ros.transfer.card import ALL_BLOCKS
 from torch_ros.transfer.mailbox import Digests, Mailbox
-from torch_ros.transfer.registered import LocalState, Registered
+from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.local import build, local_chunks
 
 MIB = 1 << 20
@@ -77,7 +77,7 @@ def test_a_closed_mailbox_and_its_manifest_stay_mapped_for_who_asks_late():
     transport = MemoryTransport()
     mailbox = Mailbox(transport)
     tensors = {f"layer.{n}.weight": torch.ones(3) for n in range(500)}
-    registered = Registered.of(LocalState(local_chunks(tensors), {}, {}))
+    registered = LocalState(local_chunks(tensors), {}, {})
     mailbox.show(registered.layout, registered.addresses, registered.devices, registered.regions)
     buffers = [mailbox._memory, mailbox._manifests[0].memory.bytes]
     places = [(buffer.ctypes.data, buffer.nbytes) for buffer in buffers]

@@ -25,7 +25,7 @@ from torch_ros.transfer.feed import Progress
 from torch_ros.transfer.mailbox import Digests, Mailbox
 from torch_ros.transfer.peers import Peers
 from torch_ros.transfer.posting import TRANSFER_BYTES, Watcher, cut, perform
-from torch_ros.transfer.registered import LocalState, Registered
+from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.local import local_chunks
 
 
@@ -137,7 +137,7 @@ def test_a_manifest_that_ctrl_c_left_half_written_is_written_again(monkeypatch):
 
 def test_a_copy_that_cannot_be_shown_leaves_no_registration(monkeypatch):
     transport = MemoryTransport()
-    target = Registered.of(LocalState(local_chunks({"w": torch.ones(3)}), {}, {}))
+    target = LocalState(local_chunks({"w": torch.ones(3)}), {}, {})
     kept = Kept(VersionRef("run", 1, "0" * 16, 1), 1, "L", is_original=True)
     before = len(transport.registrations)
 
@@ -226,7 +226,7 @@ def test_readers_are_told_the_rate_beside_the_word_and_not_with_it():
 def test_a_relay_tells_its_rate_until_it_has_everything():
     state = LocalState(local_chunks({"w": torch.zeros(4)}), {}, {})
     transport = MemoryTransport()
-    mailbox, target = Mailbox(transport), Registered.of(state)
+    mailbox, target = Mailbox(transport), state
     rate = mailbox._memory[-8:].view(np.uint64)
     mailbox.tell_rate(3)  # of another read
     progress = Progress(mailbox, target)

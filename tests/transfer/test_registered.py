@@ -20,14 +20,14 @@ from torch_ros.transfer.card import ALL_BLOCKS
 from torch_ros.transfer.feed import Progress
 from torch_ros.transfer.named import NamedTensors
 from torch_ros.transfer.posting import joined
-from torch_ros.transfer.registered import LocalState, Registered, as_segments
+from torch_ros.transfer.registered import LocalState, as_segments
 from torch_ros.weights.local import local_chunks
 
 COUNT, ELEMENTS = 2000, 16
 
 
 def registered(tensors):
-    return Registered.of(LocalState(local_chunks(tensors), {}, {}))
+    return LocalState(local_chunks(tensors), {}, {})
 
 
 def side_by_side(value, count=COUNT):

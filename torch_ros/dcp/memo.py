@@ -19,7 +19,7 @@ import torch
 from torch_ros.dcp.outline import Outline
 from torch_ros.errors import TorchRosError, UsageError
 from torch_ros.face.handle import ShardHandle
-from torch_ros.transfer.registered import LocalState, Registered
+from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.local import LocalChunk, LocalTensor
 from torch_ros.weights.manifest import Layout
 
@@ -119,7 +119,7 @@ class Memo:
         )
 
     def state(
-        self, seen: Outline, objects: Mapping[str, torch.Tensor], registered: Registered | None
+        self, seen: Outline, objects: Mapping[str, torch.Tensor], registered: LocalState | None
     ) -> LocalState:
         """The state of a state dict that fits.
 
@@ -128,12 +128,12 @@ class Memo:
                 same memory, then the state says so.
         """
         if registered is not None and self._is(registered, seen, objects):
-            return LocalState((), objects, self.paths, known=registered)
+            return registered.holding(objects)
         tensors = [plan.of(seen.locals) for plan in self.tensors]
         return LocalState(tensors, objects, self.paths)
 
     def _is(
-        self, registered: Registered, seen: Outline, objects: Mapping[str, torch.Tensor]
+        self, registered: LocalState, seen: Outline, objects: Mapping[str, torch.Tensor]
     ) -> bool:
         # What is registered is allocated, so equal addresses are the same memory, not its heir.
         return (
@@ -144,7 +144,7 @@ class Memo:
             and all(objects[fqn].shape == there.shape for fqn, there in registered.objects.items())
         )
 
-    def learn(self, seen: Outline, registered: Registered | None) -> None:
+    def learn(self, seen: Outline, registered: LocalState | None) -> None:
         """Remember this outline as the one that is registered, if it is."""
         if registered and registered.layout is self.layout and seen.addresses == self.addresses:
             return
@@ -217,7 +217,7 @@ def _plan(tensor: LocalTensor, leaf_of: Mapping[str, int], seen: Outline) -> _Te
     return _TensorPlan(tensor.fqn, tensor.dtype, tensor.shape, tensor.spread, tuple(chunks))
 
 
-def _addresses(registered: Registered) -> set[int]:
+def _addresses(registered: LocalState) -> set[int]:
     return {tensor.data_ptr() for tensor in registered.phases[-1].memory}
 
 

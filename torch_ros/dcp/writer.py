@@ -186,9 +186,7 @@ class ROSWriter(StorageWriter):
         """Collect the state; an error is raised by the save, on all ranks."""
         with self._begun.hook() if self._begun else nullcontext():
             try:
-                state = self._collect(planner, may_be_known=may_be_known)
-                sharded = self._seen.sharded if self._seen is not None else ()
-                return dataclasses.replace(state, sharded=sharded) if sharded else state
+                return self._collect(planner, may_be_known=may_be_known)
             except BaseException as error:  # noqa: BLE001  # Ctrl-C too
                 return error
 
@@ -203,10 +201,12 @@ class ROSWriter(StorageWriter):
         memo = kept.get("save")
         if memo is not None and memo.fits(seen, kind, None if is_own else planner.mappings):
             known = self._handle.checkpoints.registered if may_be_known else None
-            return memo.state(seen, memo.pickled(seen), known)
-        plan = planner.plan_now() if isinstance(planner, ROSSavePlanner) else self._plan
-        state = self._planned(plan, planner)
-        kept["save"] = Memo.of(seen, planner.state_dict, state, kind)
+            state = memo.state(seen, memo.pickled(seen), known)
+        else:
+            plan = planner.plan_now() if isinstance(planner, ROSSavePlanner) else self._plan
+            state = self._planned(plan, planner)
+            kept["save"] = Memo.of(seen, planner.state_dict, state, kind)
+        state.sharded = seen.sharded
         return state
 
     def _planned(self, local: SavePlan, planner: SavePlanner) -> LocalState:

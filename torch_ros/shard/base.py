@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from torch_ros.protocol.records import VersionRef
-from torch_ros.transfer.registered import Registered
+from torch_ros.transfer.registered import LocalState
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,4 +11,4 @@ class Base:
     """A version, and the tensors that have it."""
 
     ref: VersionRef
-    registered: Registered
+    registered: LocalState

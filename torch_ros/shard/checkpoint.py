@@ -29,7 +29,7 @@ from torch_ros.store.loops import Done, Step, Wait
 from torch_ros.store.txn import Unseen, View
 from torch_ros.transfer.attending import Attendant, Copier
 from torch_ros.transfer.mailbox import Digests
-from torch_ros.transfer.registered import LocalState, Registered, memory_of
+from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.left_out import left_out
 from torch_ros.weights.local import copy_bits, require_memory
 from torch_ros.weights.manifest import Layout, logical
@@ -119,7 +119,7 @@ class Checkpoints:
         self._stager_memory: set[tuple[int, int]] = set()  # of the stager's copy, if published
 
     @property
-    def registered(self) -> Registered | None:
+    def registered(self) -> LocalState | None:
         """The tensors that are registered now, by a save, a load or `register`."""
         return self._shard.tensors.registered
 
@@ -251,7 +251,7 @@ class _Save:
         self._asked = request.asked
         self._deadline = shard.deadline(self._asked, request.timeout_s)
         self._state: LocalState | None = None  # what is published: a copy, if one was asked for
-        self._registered: Registered | None = None
+        self._registered: LocalState | None = None
         self._attendants: Sequence[Attendant] = ()  # of this copy
         self._transforms = request.copier.transforms if request.copier is not None else ()
         self._memory = stager_memory
@@ -270,7 +270,7 @@ class _Save:
                 shard, request.version, content, self._asked, self._deadline, store_wait_s
             )
             assert self._state is not None
-            self._memory = memory_of(self._state) if request.from_stager else set()
+            self._memory = {*self._state.spans} if request.from_stager else set()
             if (held := shard.held) is not None:
                 for attendant in self._attendants:
                     attendant.published(held.uid, is_offered=is_offered)
@@ -323,7 +323,7 @@ class _Save:
         self._state = state = self._gather()
         _ = state.layout  # it has one
         held = self._shard.held
-        if self._request.from_stager and self._memory & memory_of(state) and held is not None:
+        if self._request.from_stager and self._memory & {*state.spans} and held is not None:
             raise ContractBroken(
                 held.version,
                 "dcp.async_save staged the next one over it; this stager reuses its buffers",
@@ -342,7 +342,7 @@ class _Save:
             return state
         return copier.fill(state, self._attendants)
 
-    def _register(self) -> Registered:
+    def _register(self) -> LocalState:
         self._state = self._state or self._gather()
         if self._registered is None:
             copier = self._request.copier
@@ -410,7 +410,7 @@ class Load(Target):
         layout = state.layout
         shard.reading.plan(pinned.layouts, layout, shard.group.seat.rank)
         is_held = request.is_served and shard.held == pinned.ref
-        if is_held and shard.tensors.are(state, layout, is_alone=shard.is_alone):
+        if is_held and shard.tensors.are(state, is_alone=shard.is_alone):
             return LoadTarget(state, "held")
         state.require_writable(f"{request.asked}")
         if pinned.is_only_here:
@@ -482,7 +482,7 @@ class Load(Target):
     def prepare(self) -> None:
         pass
 
-    def register(self, layouts: Sequence[Layout]) -> Registered:
+    def register(self, layouts: Sequence[Layout]) -> LocalState:
         checked, pinned = self._checked, self._pinned.layouts if self._pinned else ()
         is_as_checked = all(a is b for a, b in zip(layouts, pinned, strict=False))
         if checked is None or not is_as_checked:

@@ -48,7 +48,7 @@ from torch_ros.transfer.card import ALL_BLOCKS, Word
 from torch_ros.transfer.mailbox import Digests, Mailbox
 from torch_ros.transfer.meter import OnProgress
 from torch_ros.transfer.reading import Reading
-from torch_ros.transfer.registered import Registered
+from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.manifest import Depth
 
 T = TypeVar("T")
@@ -232,7 +232,7 @@ class Shard:
                 f"{call}: this handle holds version {self.held.version}; unpublish() it first"
             )
 
-    def ready(self, call: str) -> Registered:
+    def ready(self, call: str) -> LocalState:
         """The registered tensors, for a call that begins with nothing held."""
         if self.tensors.is_empty:
             self.tensors.require(call)

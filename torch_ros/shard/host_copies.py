@@ -32,7 +32,7 @@ from torch_ros.spans import HOST, Region
 from torch_ros.store.run import Reminder
 from torch_ros.transfer.card import ALL_BLOCKS
 from torch_ros.transfer.mailbox import Digests, Mailbox
-from torch_ros.transfer.registered import Registered
+from torch_ros.transfer.registered import LocalState
 from torch_ros.transfer.staging_buffers import aligned
 from torch_ros.weights.local import copy_bits, packed
 from torch_ros.weights.manifest import Layout
@@ -132,7 +132,7 @@ class Copies:
         return list(self._copies.values())
 
     def make(
-        self, number: int, registered: Registered, digests: Digests, *, is_optional: bool = False
+        self, number: int, registered: LocalState, digests: Digests, *, is_optional: bool = False
     ) -> ShardRecord:
         """This rank's part of a copy of the held version, which call `number` gives up.
 

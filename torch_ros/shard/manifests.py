@@ -15,7 +15,7 @@ from torch_ros.store.loops import Done, Step, Wait
 from torch_ros.store.txn import Range, View
 from torch_ros.transfer.mailbox import Mailbox
 from torch_ros.transfer.peers import Peers
-from torch_ros.transfer.registered import Registered
+from torch_ros.transfer.registered import LocalState
 from torch_ros.transfer.stall import SourceWait
 from torch_ros.weights.coverage import is_whole, require_whole, sharding
 from torch_ros.weights.manifest import Layout, Manifest, logical
@@ -65,7 +65,7 @@ class Manifests:
 
     def together(
         self,
-        registered: Registered,
+        registered: LocalState,
         said: Mapping[int, str],
         deadline: Deadline,
         *,
@@ -91,7 +91,7 @@ class Manifests:
         return Outcome(said=layout or "", answers=answers)
 
     def _layouts_of(
-        self, registered: Registered, said: Mapping[int, str], deadline: Deadline
+        self, registered: LocalState, said: Mapping[int, str], deadline: Deadline
     ) -> Sequence[Layout]:
         mine = registered.sharding
         if (mine.is_whole and set(said.values()) == {mine.digest}) or len(said) == 1:
@@ -103,7 +103,7 @@ class Manifests:
                 raise SourceLost(self._group.seat.replica, reason, 0, 0)
         return layouts
 
-    def alone(self, registered: Registered) -> Outcome:
+    def alone(self, registered: LocalState) -> Outcome:
         """The same, as far as this rank can tell without its peers; else with no answers.
 
         Raises: ManifestMismatch: It is alone, and an element is missing.

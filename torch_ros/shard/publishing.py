@@ -15,7 +15,7 @@ from torch_ros.shard.core import Shard
 from torch_ros.shard.publishers import require_equal
 from torch_ros.shard.report import PublishReport, Stopwatch
 from torch_ros.transfer.mailbox import Digests
-from torch_ros.transfer.registered import Registered, finish_kernels
+from torch_ros.transfer.registered import LocalState, finish_kernels
 
 log: logging.Logger = log_of(__name__)
 
@@ -30,7 +30,7 @@ class Content:
             whether it is offered when the call has ended.
     """
 
-    tensors: Callable[[], Registered]
+    tensors: Callable[[], LocalState]
     more: Callable[[str, bool], Mapping[str, int]] = lambda *_: {}
 
 
@@ -82,7 +82,7 @@ def publish(
         report(call, registered, is_offered=False)
         return False
 
-    def report(call: GroupCall, registered: Registered, *, is_offered: bool) -> None:
+    def report(call: GroupCall, registered: LocalState, *, is_offered: bool) -> None:
         figures = version, registered.bytes_total, is_offered, watch.elapsed_s, watch.stages_s
         of_call = call.number, watch.began_ms, call.ref.uid, call.turns
         shard.reports.add(PublishReport(*figures, *of_call))
@@ -104,7 +104,7 @@ def _say_not_waited(shard: Shard, version: int, store_wait_s: float | None) -> N
 
 
 def _offer(
-    shard: Shard, content: Content, call: GroupCall, registered: Registered, *, is_offered: bool
+    shard: Shard, content: Content, call: GroupCall, registered: LocalState, *, is_offered: bool
 ) -> None:
     """Digest the tensors, and say that all of them are there as the call's version."""
     finish_kernels(registered.cuda_devices)

@@ -38,7 +38,7 @@ from torch_ros.transfer.batches import sources_max
 from torch_ros.transfer.feed import Feed, FeedSource, Judging, Progress, Supply, connect
 from torch_ros.transfer.meter import Meter
 from torch_ros.transfer.peers import Peers
-from torch_ros.transfer.registered import Registered, finish_kernels, mark_written
+from torch_ros.transfer.registered import LocalState, finish_kernels, mark_written
 from torch_ros.weights.manifest import Layout
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ class Target:
         for feature in self._shard.features:
             feature.overwrites()
 
-    def register(self, _: Sequence[Layout]) -> Registered:
+    def register(self, _: Sequence[Layout]) -> LocalState:
         """Register the tensors that a version with these layouts, rank by rank, is read into."""
         return self._shard.tensors.require("replicate")
 

@@ -14,10 +14,10 @@ from torch_ros.protocol.records import VersionRef
 from torch_ros.shard.guarding import Guarded
 from torch_ros.transfer.mailbox import Digests, Mailbox
 from torch_ros.transfer.named import Named, NamedTensors
-from torch_ros.transfer.registered import LocalState, Registered, finish_kernels
+from torch_ros.transfer.registered import LocalState, finish_kernels
 from torch_ros.transfer.writes import Counts, Write
-from torch_ros.weights.local import build, span_of
-from torch_ros.weights.manifest import OBJECT, Layout, Logical
+from torch_ros.weights.local import copy_bits
+from torch_ros.weights.manifest import Logical
 
 log: logging.Logger = log_of(__name__)
 
@@ -36,19 +36,23 @@ class Tensors:
 
     def __init__(self, mailbox: Mailbox, pages: HugePages) -> None:
         self._mailbox, self._pages = mailbox, pages
-        self.registered: Registered | None = None
+        self.registered: LocalState | None = None
         self.brought: Brought | None = None  # by a read, and nothing has been filled since
         self._named: NamedTensors | None = None  # of `register` or a read, not a save or load
-        self._shown: NamedTensors | None = None  # those, where they are what is registered
-        self._sharded: Sequence[torch.Tensor] = ()  # DTensors whose local ones are registered
         self._is_copy = False  # what is registered was made for one version
         self._guarded = Guarded()
         self._counts: Counts | None = None  # of writes, since what is registered was offered
         self._told = set[object]()  # what warnings have said that are given once
 
-    def show(self, state: LocalState, *, is_copy: bool = False) -> Registered:
-        """Register `state` in place of the tensors before, and show it."""
-        registered = Registered.of(state)
+    def show(self, state: LocalState, *, is_copy: bool = False) -> LocalState:
+        """Register `state` in place of the tensors before, and show it.
+
+        If that is registered already, its buffers take over the objects.
+        """
+        registered = state.known or state
+        if registered is not state:
+            for fqn, pickled in state.objects.items():
+                copy_bits(registered.objects[fqn], pickled)
         if registered is self.registered:
             return registered
         before, self.brought = self._mailbox.regions, None
@@ -59,9 +63,8 @@ class Tensors:
         except BaseException:
             self.hide()
             raise
-        self.registered, self._shown, self._is_copy = registered, state.named, is_copy
-        self._counts, self._sharded = None, state.sharded
-        self._named = state.named or self._named
+        self.registered, self._is_copy, self._counts = registered, is_copy, None
+        self._named = registered.named or self._named
         if self._pages.is_on and self._mailbox.regions is not before:
             self._pages.follow(*registered.unpinned())
         return registered
@@ -80,8 +83,9 @@ class Tensors:
 
     def state_of(self, given: Named) -> LocalState:
         """The user's tensors; without looking at each, if they are those that are registered."""
-        if self._shown is not None and self._shown.are(given):
-            return LocalState((), {}, {}, known=self.registered)
+        shown = self.registered
+        if shown is not None and shown.named is not None and shown.named.are(given):
+            return shown
         return LocalState.of(given)
 
     def hide(self) -> None:
@@ -98,8 +102,7 @@ class Tensors:
         self._named = None
 
     def _let_go(self) -> None:
-        self.registered = self._shown = self.brought = self._counts = None
-        self._sharded = ()
+        self.registered = self.brought = self._counts = None
         self._pages.follow(())
 
     def guard(self, optimizer: torch.optim.Optimizer, hook: RemovableHandle) -> None:
@@ -112,7 +115,7 @@ class Tensors:
             "its steps do not change what is published: register the module that it trains"
         )
 
-    def look_at_guarded(self, state: LocalState | Registered) -> bool:
+    def look_at_guarded(self, state: LocalState) -> bool:
         """Whether a guarded optimizer steps some of these tensors, which are to be published.
 
         Raises: UsageError: One of its parameters has left what is registered.
@@ -124,13 +127,13 @@ class Tensors:
         """Whether nothing is registered, nor was by `register` before a save or load."""
         return self.registered is None and self._named is None
 
-    def require(self, call: str) -> Registered:
+    def require(self, call: str) -> LocalState:
         """Raises: UsageError: Nothing is registered."""
         if self.registered is None:
             raise UsageError(f"{call}: this handle has no tensors; register() them first")
         return self.registered
 
-    def current(self, call: str) -> Registered:
+    def current(self, call: str) -> LocalState:
         """The tensors of `register` where they are now, registered again if that is elsewhere.
 
         If `register` was not called: those of the last save or load.
@@ -148,7 +151,7 @@ class Tensors:
         if self._named is not None:
             self._named.require_in_use(call)
 
-    def _found(self, call: str) -> Registered:
+    def _found(self, call: str) -> LocalState:
         named = self._named
         if named is None:
             if self.registered is not None and self._is_copy:
@@ -158,12 +161,13 @@ class Tensors:
                     "the tensors, or publish a copy again"
                 )
             return self.require(call)
-        if self.registered is not None and self._shown is named and named.is_current:
-            return self.registered
+        shown = self.registered if self.registered and self.registered.named is named else None
+        if shown is not None and named.is_current:
+            return shown
         state = LocalState.of(named.given)
         others = named.others(state.named) if state.named is not None else []
-        if self.registered is not None and self._shown is named and not others:
-            return self.registered
+        if shown is not None and not others:
+            return shown
         if others:
             log.info(
                 "%d of %d registered tensors have other memory or shapes now (%s, ...); "
@@ -174,26 +178,20 @@ class Tensors:
             )
         return self.show(state)
 
-    def are(self, state: LocalState, layout: Layout, *, is_alone: bool) -> bool:
-        """Whether `state`, of that layout, is registered; objects, always in new buffers, aside.
+    def are(self, state: LocalState, *, is_alone: bool) -> bool:
+        """Whether `state` is registered; objects, always in new buffers, aside.
 
         Marks of what is spread do not matter to a replica of one rank.
         """
         known = self.registered
-        if state.known is not None:
-            return state.known is known
         if known is None:
             return False
-        there, here = known.layout, layout
+        if known in (state, state.known):
+            return True
+        there, here = known.layout, state.layout
         if is_alone:
             there, here = there.unspread, here.unspread
-        if there.digest != here.digest:
-            return False
-        is_object = [record.dtype == OBJECT for record in known.layout.tensors]
-        chunks = zip(known.layout.chunks, known.memory, strict=True)
-        tensors = [memory for chunk, memory in chunks if not is_object[chunk.tensor]]
-        _, wanted = build(state.tensors, {})
-        return [span_of(t) for t in tensors] == [span_of(t) for t in wanted]
+        return there.digest == here.digest and known.spans == state.spans
 
     def is_news(self, what: object) -> bool:
         """Whether this is asked for the first time: a warning that is given once in a handle."""
@@ -205,10 +203,11 @@ class Tensors:
         """The registered tensors are a version from now on, and nobody may write to them."""
         if self._counts is None and self.registered is not None and not self._is_copy:
             names = {address: fqn for fqn, address in self.registered.firsts.items()}
-            if self._shown is not None:
-                own, is_own = self._shown.own, True
+            if self.registered.named is not None:
+                own, is_own = self.registered.named.own, True
             else:
-                own, is_own = [*self.registered.phases[-1].memory, *self._sharded], False
+                own = [*self.registered.phases[-1].memory, *self.registered.sharded]
+                is_own = False
             self._counts = Counts(own, self.registered.memory, names, is_own=is_own)
         if self._counts is not None:
             self._counts.note()
@@ -241,7 +240,7 @@ class Tensors:
 
 
 def first_changed(
-    registered: Registered, before: Sequence[int], after: Sequence[int]
+    registered: LocalState, before: Sequence[int], after: Sequence[int]
 ) -> str | None:
     """The fqn of the first chunk whose digests differ."""
     for chunk, old, new in zip(registered.layout.chunks, before, after, strict=True):

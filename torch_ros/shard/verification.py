@@ -21,7 +21,7 @@ from torch_ros.store.loops import Done, Step
 from torch_ros.store.txn import View, one
 from torch_ros.transfer.feed import Feed
 from torch_ros.transfer.mailbox import Digests
-from torch_ros.transfer.registered import Registered
+from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.coverage import is_whole
 from torch_ros.weights.digest import first_difference, first_unproven, totals
 from torch_ros.weights.manifest import Depth, Logical, Manifest, logical, require_all
@@ -110,7 +110,7 @@ class Verification:
         is_wanted = self._shard.settings.depth != "off"
         return is_wanted and expected.depth == "full" and bool(expected.totals)
 
-    def digest(self, registered: Registered) -> bool:
+    def digest(self, registered: LocalState) -> bool:
         """Digest this rank's part, and show it to readers; whether digests are wanted at all."""
         shard, expected = self._shard, self._expected
         depth: Depth = expected.depth if shard.settings.depth != "off" else "off"
@@ -149,7 +149,7 @@ class Verification:
             raise CorruptWeights(shard.model, version, fqn, source)
 
     def end_of(
-        self, registered: Registered, said: Mapping[int, str], terms: SourceTerms
+        self, registered: LocalState, said: Mapping[int, str], terms: SourceTerms
     ) -> Outcome:
         """The layout that the ranks have all of. Called by the last to be ready.
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_ros.transfer.registered import LocalState, Registered
+from torch_ros.transfer.registered import LocalState
 
 
 class Attendant:
@@ -23,7 +23,7 @@ class Attendant:
         """Memory to be registered with a copy of that size, if there is some."""
         return None
 
-    def shown(self, registered: Registered) -> None:
+    def shown(self, registered: LocalState) -> None:
         """The copy is registered. The word is 0."""
 
     def more(self, uid: str, *, is_offered: bool) -> Mapping[str, int]:

@@ -18,7 +18,7 @@ from torch_ros.p2p.transport import Transfer
 from torch_ros.transfer.card import ALL_BLOCKS
 from torch_ros.transfer.mailbox import Mailbox
 from torch_ros.transfer.peers import Peers, PeerState
-from torch_ros.transfer.registered import Registered
+from torch_ros.transfer.registered import LocalState
 from torch_ros.transfer.stall import SourceWait
 from torch_ros.weights.columns import Bools, Ints
 from torch_ros.weights.manifest import Layout, Manifest
@@ -56,10 +56,10 @@ class Arrivals:
 class Progress(Arrivals):
     """Arrivals, and the word that tells them to this rank's readers."""
 
-    target: Registered
+    target: LocalState
     mark: int
 
-    def __init__(self, mailbox: Mailbox, target: Registered) -> None:
+    def __init__(self, mailbox: Mailbox, target: LocalState) -> None:
         super().__init__(target.layout.blocks.total)
         self._mailbox, self.target, self.mark = mailbox, target, 0
         self._is_hushed = False

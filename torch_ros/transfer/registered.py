@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,9 +17,9 @@ from torch_ros.transfer.named import Named, NamedTensors, tensors_of
 from torch_ros.weights.columns import Ints
 from torch_ros.weights.coverage import Sharding, sharding
 from torch_ros.weights.digest import chunk_digests
-from torch_ros.weights.local import LocalTensor, build, copy_bits, local_chunks, span_of
+from torch_ros.weights.local import LocalTensor, build, local_chunks, span_of
 from torch_ros.weights.manifest import OBJECT, Blocks, Depth, Layout
-from torch_ros.weights.writable import require_none, require_writable, unwritable
+from torch_ros.weights.writable import require_none, unwritable
 
 
 class Buffer:
@@ -37,65 +38,11 @@ class Buffer:
     def end(self, contents: Iterable[torch.Tensor]) -> None:
         """The last byte was written. They are what lies in it."""
 
-    def shown(self, registered: Registered) -> None:
+    def shown(self, registered: LocalState) -> None:
         """It is registered, and what was published before is unpublished. The word is 0."""
 
     def name(self, word: int) -> None:
         """Its content is that of this word, which readers see."""
-
-
-@dataclass(frozen=True, slots=True)
-class LocalState:
-    """A state dict's tensors and pickled objects, as this rank has them.
-
-    If all of it is registered already, in the same memory but for the objects, whose sizes are
-    equal, then `known` is that, and `tensors` are left out.
-    """
-
-    tensors: Sequence[LocalTensor]
-    objects: Mapping[str, torch.Tensor]
-    paths: Mapping[str, tuple[str | int, ...]]
-
-    pools: Sequence[torch.Tensor] = ()  # buffers that tensors lie in, to be registered whole
-    known: Registered | None = None
-    buffer: Buffer | None = None  # that has those in host memory, if this is a copy
-    sharded: Sequence[torch.Tensor] = ()  # the DTensors that some of `tensors` are parts of
-    named: NamedTensors | None = None  # the user's own, where they are all of it
-
-    @classmethod
-    def of(cls, given: Named) -> LocalState:
-        """The user's own tensors. Raises as `tensors_of` and `local_chunks`."""
-        tensors = tensors_of(given)
-        return cls(local_chunks(tensors), {}, {}, named=NamedTensors(given, tensors))
-
-    @property
-    def layout(self) -> Layout:
-        """Raises: UsageError: A tensor and an object have the same fqn."""
-        if self.known is not None:
-            return self.known.layout
-        return build(self.tensors, self.objects, paths=self.paths)[0]
-
-    @property
-    def firsts(self) -> Mapping[str, int]:
-        """Where the first chunk of each tensor is that has one, by fqn."""
-        if self.known is not None:
-            return self.known.firsts
-        return {t.fqn: t.chunks[0].tensor.data_ptr() for t in self.tensors if t.chunks}
-
-    @property
-    def bytes_total(self) -> int:
-        if self.known is not None:
-            return self.known.bytes_total
-        chunks = (chunk.tensor for tensor in self.tensors for chunk in tensor.chunks)
-        return sum(memory.nbytes for memory in (*chunks, *self.objects.values()))
-
-    def require_writable(self, call: str) -> None:
-        """Raises: UsageError: One of the tensors lies in memory that cannot be written to."""
-        if self.known is not None:
-            self.known.require_writable(call)
-        else:
-            chunks = ((t.fqn, chunk.tensor) for t in self.tensors for chunk in t.chunks)
-            require_writable(call, chunks)
 
 
 @dataclass(frozen=True)
@@ -111,49 +58,76 @@ class Phase:
         return tuple(tensor.data_ptr() for tensor in self.memory)
 
 
-@dataclass(frozen=True)
-class Registered:
-    """Tensors that are shown to readers. Keeps their memory allocated.
+@dataclass(eq=False)
+class LocalState:
+    """A state dict's tensors and pickled objects, as this rank has them. Keeps them allocated.
 
     Each question about every tensor is asked once: a step has little time for thousands.
     """
 
-    layout: Layout
-    memory: Sequence[torch.Tensor]  # of each of its chunks
+    tensors: Sequence[LocalTensor]
     objects: Mapping[str, torch.Tensor]
-    phases: Sequence[Phase]  # objects come before tensors; of tied chunks only the first
-    ties: Mapping[int, int]  # a chunk that is the memory of an earlier one -> that one
-    pools: Sequence[torch.Tensor] = ()
-    buffer: Buffer | None = None
+    paths: Mapping[str, tuple[str | int, ...]]
+
+    pools: Sequence[torch.Tensor] = ()  # buffers that tensors lie in, to be registered whole
+    buffer: Buffer | None = None  # that has those in host memory, if this is a copy
+    sharded: Sequence[torch.Tensor] = ()  # the DTensors that some of `tensors` are parts of
+    named: NamedTensors | None = None  # the user's own, where they are all of it
+    known: LocalState | None = None  # this, as it is registered, with other content in its objects
+
+    @classmethod
+    def of(cls, given: Named) -> LocalState:
+        """The user's own tensors. Raises as `tensors_of` and `local_chunks`."""
+        tensors = tensors_of(given)
+        return cls(local_chunks(tensors), {}, {}, named=NamedTensors(given, tensors))
+
+    def holding(self, objects: Mapping[str, torch.Tensor]) -> LocalState:
+        """This, which is registered, with objects of the same sizes in its own once it is shown."""
+        state = copy(self)
+        state.objects, state.known = objects, self
+        return state
+
+    @cached_property
+    def _built(self) -> tuple[Layout, Sequence[torch.Tensor]]:
+        return build(self.tensors, self.objects, paths=self.paths)
+
+    @property
+    def layout(self) -> Layout:
+        """Raises: UsageError: A tensor and an object have the same fqn."""
+        return self._built[0]
+
+    @property
+    def memory(self) -> Sequence[torch.Tensor]:
+        """That of each chunk of the layout."""
+        return self._built[1]
+
+    @cached_property
+    def ties(self) -> Mapping[int, int]:
+        """The chunks that are the memory of an earlier one -> that one."""
+        return _ties(self.memory)
+
+    @cached_property
+    def phases(self) -> Sequence[Phase]:
+        """Objects, if there are any, come before tensors; of tied chunks only the first is read."""
+        count = range(len(self.memory))
+        tensors = [n for n in count if not self._is_object(n) and n not in self.ties]
+        found = [self._phase(tensors, is_objects=False)]
+        if self.objects:
+            found.insert(0, self._phase(filter(self._is_object, count), is_objects=True))
+        return found
+
+    def _is_object(self, chunk: int) -> bool:
+        return self.layout.tensors[self.layout.chunks[chunk].tensor].dtype == OBJECT
+
+    def _phase(self, chosen: Iterable[int], *, is_objects: bool) -> Phase:
+        chunks, layout = [*chosen], self.layout
+        memory, blocks = [self.memory[n] for n in chunks], _numbers(layout.blocks, chunks)
+        return Phase(layout.part(chunks, is_objects=is_objects), memory, blocks)
 
     @property
     def sharding(self) -> Sharding:
         """The boxes that are here."""
         return sharding(self.layout)
-
-    @classmethod
-    def of(cls, state: LocalState) -> Registered:
-        """Describe these tensors and objects, and where they are.
-
-        If `state.known` is set, its buffers take over the objects. The caller guarantees that
-        nobody reads them.
-
-        Raises:
-            UsageError: A tensor and an object have the same fqn.
-        """
-        if state.known is not None:
-            for fqn, pickled in state.objects.items():
-                copy_bits(state.known.objects[fqn], pickled)
-            return state.known
-        layout, memory = build(state.tensors, state.objects, paths=state.paths)
-        dtypes = [layout.tensors[chunk.tensor].dtype for chunk in layout.chunks]
-        objects = [n for n, dtype in enumerate(dtypes) if dtype == OBJECT]
-        ties = _ties(memory)
-        read = [n for n, dtype in enumerate(dtypes) if dtype != OBJECT and n not in ties]
-        phases = [_phase(layout, memory, read, is_objects=False)]
-        if state.objects:
-            phases.insert(0, _phase(layout, memory, objects, is_objects=True))
-        return cls(layout, memory, state.objects, phases, ties, state.pools, state.buffer)
 
     @property
     def addresses(self) -> list[int]:
@@ -161,15 +135,16 @@ class Registered:
 
     @cached_property
     def firsts(self) -> Mapping[str, int]:
-        """Where the first chunk of each tensor is, by fqn; objects left out."""
-        found: dict[str, int] = {}
-        for chunk, memory in zip(self.layout.chunks, self.memory, strict=True):
-            if self.layout.tensors[chunk.tensor].dtype != OBJECT:
-                found.setdefault(self.layout.tensors[chunk.tensor].fqn, memory.data_ptr())
-        return found
+        """Where the first chunk of each tensor is that has one, by fqn; objects left out."""
+        return {t.fqn: t.chunks[0].tensor.data_ptr() for t in self.tensors if t.chunks}
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Where the chunks of its tensors are, objects left out."""
+        return [span_of(each) for n, each in enumerate(self.memory) if not self._is_object(n)]
 
     def require_writable(self, call: str) -> None:
-        """Raises: UsageError: One of them lies in memory that cannot be written to."""
+        """Raises: UsageError: One of the tensors lies in memory that cannot be written to."""
         require_none(call, self._unwritable)
 
     @cached_property
@@ -255,13 +230,6 @@ def _ties(memory: Sequence[torch.Tensor]) -> dict[int, int]:
     return {number: leader for number, leader in enumerate(leaders) if leader != number}
 
 
-def _phase(
-    layout: Layout, memory: Sequence[torch.Tensor], chosen: Sequence[int], *, is_objects: bool
-) -> Phase:
-    own = [memory[n] for n in chosen]
-    return Phase(layout.part(chosen, is_objects=is_objects), own, _numbers(layout.blocks, chosen))
-
-
 def _numbers(blocks: Blocks, chunks: Iterable[int]) -> Ints:
     each = [np.arange(blocks.counts[chunk]) + blocks.starts[chunk] for chunk in chunks]
     return np.concatenate(each) if each else np.zeros(0, np.int64)
@@ -316,16 +284,12 @@ def _is_inside(region: Region, pool: Region) -> bool:
     return region.device == pool.device and pool.address <= region.address and end <= pool_end
 
 
-def memory_of(state: LocalState) -> set[tuple[int, int]]:
-    return {span_of(chunk.tensor) for tensor in state.tensors for chunk in tensor.chunks}
-
-
 def finish_kernels(devices: Iterable[torch.device]) -> None:
     """Wait for kernels queued on these GPUs: nothing else orders them before our reads."""
     for device in devices:
         torch.cuda.synchronize(device)  # of all streams: they may have been queued on any
 
 
-def mark_written(registered: Registered) -> None:
+def mark_written(registered: LocalState) -> None:
     """Let autograd notice that these were overwritten behind its back."""
     torch.autograd.graph.increment_version(registered.tracked)

@@ -11,7 +11,7 @@ from torch_ros.errors import UsageError
 from torch_ros.features.deltas.making import CopyDeltas, PlannedDelta, PublishedCopy
 from torch_ros.features.deltas.table import ENTRIES_MAX, NAME, TABLE_BYTES
 from torch_ros.transfer.attending import Attendant
-from torch_ros.transfer.registered import Registered
+from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.manifest import Depth
 
 RING_SHARE = 8  # of a copy's bytes: five deltas of 1 % of bfloat16, and room for the next
@@ -57,7 +57,7 @@ class Attending(Attendant):
     ) -> None:
         self._copies, self._options, self._base = copies, options, base
         self._version, self._depth = version, depth
-        self._copy: Registered | None = None
+        self._copy: LocalState | None = None
         self._planned: PlannedDelta | None = None
 
     def begins(
@@ -92,7 +92,7 @@ class Attending(Attendant):
     def pool(self, copy_bytes: int) -> torch.Tensor | None:
         return self._copies.prepare(self._options.ring_bytes(copy_bytes))
 
-    def shown(self, registered: Registered) -> None:
+    def shown(self, registered: LocalState) -> None:
         self._copy, entries_max = registered, self._options.deltas
         self._planned = self._copies.shown(self._base, registered, self._version, entries_max)
 

@@ -28,7 +28,7 @@ from torch_ros.features.deltas.table import (
 from torch_ros.p2p.lasting import LastingMemory
 from torch_ros.printable import log_of
 from torch_ros.transfer.posting import POLL_S
-from torch_ros.transfer.registered import Registered
+from torch_ros.transfer.registered import LocalState
 
 log: logging.Logger = log_of(__name__)
 
@@ -104,7 +104,7 @@ class PublishedCopy:
     """A copy that is held, or was, and its content's uid."""
 
     uid: str
-    copy: Registered
+    copy: LocalState
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class PlannedDelta:
 
     version: int
     base: PublishedCopy | None
-    copy: Registered
+    copy: LocalState
     ring: Ring
     room: RingRoom
     entries: tuple[DeltaEntry, ...]
@@ -315,7 +315,7 @@ class CopyDeltas:
 
     # What a save does, in this order
 
-    def base(self, uid: str | None, copy: Registered | None) -> PublishedCopy | None:
+    def base(self, uid: str | None, copy: LocalState | None) -> PublishedCopy | None:
         """What is held where a save begins, if it was published from a copy that is there still."""
         known = self._published
         if known is None or known.uid != uid or known.copy is not copy:
@@ -335,7 +335,7 @@ class CopyDeltas:
         return self._next.pool if self._next is not None else None
 
     def shown(
-        self, base: PublishedCopy | None, copy: Registered, version: int, entries_max: int
+        self, base: PublishedCopy | None, copy: LocalState, version: int, entries_max: int
     ) -> PlannedDelta | None:
         """The copy is registered, and its ring; choose where its delta would be. The word is 0."""
         before, self._ring = self._ring, self._next
@@ -360,7 +360,7 @@ class CopyDeltas:
         planned.ring.write(DeltaTable(planned.entries, base.uid if base is not None else None))
         return planned.ring.address
 
-    def published(self, uid: str, copy: Registered) -> None:
+    def published(self, uid: str, copy: LocalState) -> None:
         """This copy is held."""
         self._published = PublishedCopy(uid, copy)
 

@@ -29,7 +29,7 @@ from torch_ros.features.deltas.table import (
 )
 from torch_ros.printable import log_of
 from torch_ros.transfer.feed import TORN_S, Supply
-from torch_ros.transfer.registered import Registered
+from torch_ros.transfer.registered import LocalState
 from torch_ros.transfer.stall import SourceWait
 
 log: logging.Logger = log_of(__name__)
@@ -62,7 +62,7 @@ class DeltaRead:
         self,
         room: SideRoom,
         supply: Supply,
-        target: Registered,
+        target: LocalState,
         rank: int,
         costs: Costs,
         deadline: Deadline,

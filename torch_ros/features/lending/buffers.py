@@ -10,7 +10,7 @@ from torch_ros.copies.transforms import Making
 from torch_ros.copies.turns import HostBuffers
 from torch_ros.features.lending.memory import LentMemory
 from torch_ros.printable import log_of
-from torch_ros.transfer.registered import Buffer, Registered
+from torch_ros.transfer.registered import Buffer, LocalState
 from torch_ros.transfer.staging_buffers import aligned
 from torch_ros.weights.manifest import Manifest
 
@@ -33,7 +33,7 @@ class LentBuffer(Buffer):
     def end(self, contents: Iterable[torch.Tensor]) -> None:
         self.lent.end(sum(tensor.nbytes for tensor in contents))
 
-    def shown(self, registered: Registered) -> None:
+    def shown(self, registered: LocalState) -> None:
         addresses = tuple(map(self.lent.offset_of, registered.addresses))
         manifest = Manifest(registered.layout, addresses, tuple(registered.devices), b"")
         self.lent.describe(manifest.encode())
