@@ -6,7 +6,7 @@ from functools import partial
 
 from checks import Broken, demand
 from replicas import TTL_S, Process
-from scenes import SCENES, Scene, meet, named, publish, puts, replicate, unpublish
+from scenes import SCENES, Scene, meet, publish, puts, replicate, scenes_of, unpublish
 
 from torch_ros.errors import DeadlineExceeded, SourceLost
 from torch_ros.protocol import keys as k
@@ -467,19 +467,4 @@ def comes_back_with_a_copy(scene: Scene) -> None:
     scene.play()
 
 
-SCENES |= named(
-    fails_first,
-    comes_back_with_a_copy,
-    kept_for_long,
-    taken_back,
-    near_and_far,
-    comes_last,
-    last_of_two,
-    slow_to_come,
-    gone_in_order,
-    second_copy,
-    no_memory,
-    far_reader_dies,
-    retained_too,
-    closes_at_once,
-)
+SCENES |= scenes_of(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from checks import demand
 from replicas import Process
-from scenes import SCENES, Scene, deletes, makes_full, publish, replicate, unpublish
+from scenes import SCENES, Scene, deletes, makes_full, publish, replicate, scenes_of, unpublish
 
 from torch_ros.cli import clearing
 from torch_ros.errors import Contention
@@ -76,4 +76,4 @@ def _held(scene: Scene) -> set[tuple[str, int]]:
     return {(each.run, each.version) for each in found}
 
 
-SCENES["cleared meanwhile"] = cleared_meanwhile
+SCENES |= scenes_of(__name__)

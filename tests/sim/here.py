@@ -5,7 +5,7 @@ from __future__ import annotations
 from afar import SLOW_S, SOON_S, _copies, _reading, _size
 from checks import demand, never
 from replicas import Process
-from scenes import SCENES, Scene, named, publish, puts, replicate, unpublish
+from scenes import SCENES, Scene, publish, puts, replicate, scenes_of, unpublish
 
 from torch_ros.errors import TorchRosError
 from torch_ros.protocol import keys as k
@@ -143,4 +143,4 @@ def closes_here(scene: Scene) -> None:
     scene.play()
 
 
-SCENES |= named(kept_here, kept_elsewhere, asked_meanwhile, closes_here)
+SCENES |= scenes_of(__name__)

@@ -7,7 +7,7 @@ from functools import partial
 
 from checks import demand, never
 from replicas import Process
-from scenes import SCENES, Scene, publish, unpublish
+from scenes import SCENES, Scene, publish, scenes_of, unpublish
 
 from torch_ros.errors import TorchRosError
 
@@ -33,7 +33,7 @@ def _alike(scene: Scene, told: dict[int, list]) -> None:
     scene.reach("over")
 
 
-def waits(scene: Scene) -> None:
+def waits_for_versions(scene: Scene) -> None:
     """Ranks wait for as long as the first of them does, and get the same answers."""
     size, told = 2 + scene.seed % 2, dict[int, list]()
 
@@ -60,7 +60,7 @@ def waits(scene: Scene) -> None:
     demand(told[0][-1] is None and 4 in told[0], f"I6: a version never came: {told}")
 
 
-def stops(scene: Scene, *, closes: bool = False) -> None:
+def told_to_stop(scene: Scene, *, closes: bool = False) -> None:
     """One rank is told to stop, whenever, and all stop after the same version.
 
     Args:
@@ -107,7 +107,7 @@ def _or_says(follow: Callable[[Process], None]) -> Callable[[Process], None]:
     return say
 
 
-def slow_rank_stops(scene: Scene) -> None:
+def slow_rank_told_to_stop(scene: Scene) -> None:
     """A rank that comes when its peers have decided, each time, is asked all the same."""
     told: dict[int, list] = {}
 
@@ -142,9 +142,5 @@ def slow_rank_stops(scene: Scene) -> None:
     demand(told[0] == [1, 2], f"I6: its peers stopped after {told[0]}")
 
 
-SCENES |= {
-    "waits for versions": waits,
-    "told to stop": stops,
-    "told to stop, and closes": partial(stops, closes=True),
-    "slow rank told to stop": slow_rank_stops,
-}
+SCENES |= scenes_of(__name__)
+SCENES["told to stop, and closes"] = partial(told_to_stop, closes=True)

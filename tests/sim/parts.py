@@ -6,7 +6,7 @@ from functools import partial
 
 from checks import demand, never
 from replicas import Process
-from scenes import SCENES, Scene, meet, named, publish, replicate, unpublish
+from scenes import SCENES, Scene, meet, publish, replicate, scenes_of, unpublish
 
 from torch_ros.errors import CallAborted, DeadlineExceeded, TorchRosError, UsageError
 from torch_ros.protocol.records import Asked
@@ -293,14 +293,4 @@ def gives_up_first(scene: Scene) -> None:
     scene.play(2, r=read)
 
 
-SCENES |= named(
-    gives_up_first,
-    refused_argument,
-    leaves_a_loop,
-    follows_again,
-    struck_between,
-    struck_at_the_end,
-    left_out,
-    far_behind,
-    missing,
-)
+SCENES |= scenes_of(__name__)

@@ -6,7 +6,7 @@ from functools import partial
 
 from checks import demand
 from replicas import Process
-from scenes import SCENES, Scene, named, publish
+from scenes import SCENES, Scene, publish, scenes_of
 
 NUMBERS = (1, 2, 3, 4, 5)
 
@@ -49,4 +49,4 @@ def chosen(scene: Scene) -> None:
     scene.play()
 
 
-SCENES |= named(chosen)
+SCENES |= scenes_of(__name__)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from inspect import isfunction, signature
 from itertools import permutations
 from unittest.mock import patch
 
@@ -826,7 +828,7 @@ def _see_few(*most: int) -> None:
         setattr(module, name, number)
 
 
-def few_not_whole(scene: Scene) -> None:
+def _few_not_whole(scene: Scene) -> None:
     """As `not_whole`, with views that leave most out."""
     _see_few(1, 1, 1)
     not_whole(scene)
@@ -2490,95 +2492,21 @@ def never_comes(scene: Scene) -> None:
     scene.play(2, t=train)
 
 
-def named(*scenes: Callable[[Scene], None]) -> dict[str, Callable[[Scene], None]]:
-    """By the names of their functions."""
-    return {scene.__name__.replace("_", " "): scene for scene in scenes}
+def scenes_of(module: str) -> dict[str, Callable[[Scene], None]]:
+    """The scenes of a module, by name: its public functions that take one, and need no more."""
+    mine = [each for each in vars(sys.modules[module]).values() if isfunction(each)]
+    found = [each for each in mine if each.__module__ == module and each.__name__[0] != "_"]
+    return {each.__name__.replace("_", " "): each for each in found if _takes_a_scene(each)}
 
 
-SCENES = named(
-    who_is_believed,
-    two_trainers,
-    seen_before,
-    lost_replies,
-    last_reply,
-    lost_request,
-    burst,
-    flaky,
-    digests_of_the_next,
-    drain,
-    earlier_readers,
-    stuck_reader,
-    late_landing,
-    stands_still,
-    relay_dies,
-    only_fillers,
-    comes_back,
-    staged_landing,
-    second_source,
-    end_together,
-    copied_over,
-    ready_before,
-    not_whole,
-    many,
-    alone_no_more,
-    freed_meanwhile,
-    claimed_meanwhile,
-    last_offer,
-    last_change,
-    looks_away,
-    comes_late,
-    struck_in_open,
-    struck_at_the_end_of_open,
-    dies,
-    fed_already,
-    published_again,
-    serves,
-    served_anew,
-    served_meanwhile,
-    sleeping_consumer,
-    streamed_beside_a_write,
-    streamed_from_another,
-    streamed_anew,
-    streamed_after_a_lost_reply,
-    dropped_stream,
-    only_on_spot,
-    no_memory_for_a_copy,
-    does_not_wait,
-    given_up_before,
-    came_to_nothing,
-    copied_meanwhile,
-    replaced_meanwhile,
-    same_nonce,
-    replaced_reader,
-    other_version,
-    expelled_meanwhile,
-    closed_meanwhile,
-    closed_coming_back,
-    took_back,
-    trains_on,
-    half_cut_off,
-    held_when_back,
-    retained_meanwhile,
-    late_answer,
-    both_drain,
-    half_dead,
-    half_there,
-    lacks_a_cell,
-    a_part_is_read,
-    a_part_unseen,
-    a_part_is_copied,
-    suspected_newer,
-    moved,
-    withdrawn,
-    other_bytes,
-    older_goes_on,
-    unpublished_alone,
-    unpublished_meanwhile,
-    failed_before,
-    begins_late,
-    never_comes,
-) | {
-    "few, not whole": few_not_whole,
+def _takes_a_scene(function: Callable) -> bool:
+    made = signature(function)
+    needed = [each.annotation for each in made.parameters.values() if each.default is each.empty]
+    return needed in ([Scene], ["Scene"]) and made.return_annotation in (None, "None")
+
+
+SCENES = scenes_of(__name__) | {
+    "few, not whole": _few_not_whole,
     "struck in open, not shared": partial(struck_in_open, is_shared=False),
     "refused": partial(trains_on, refused=REFUSALS),
     "half refused": partial(trains_on, refused=REFUSALS, cut_off=(0,)),

@@ -7,7 +7,17 @@ from functools import partial
 
 from checks import demand
 from replicas import Process
-from scenes import MANY_TENSORS, SCENES, Scene, _see_few, named, publish, puts, replicate, unpublish
+from scenes import (
+    MANY_TENSORS,
+    SCENES,
+    Scene,
+    _see_few,
+    publish,
+    puts,
+    replicate,
+    scenes_of,
+    unpublish,
+)
 
 from torch_ros.errors import TorchRosError
 from torch_ros.protocol import keys as k
@@ -166,7 +176,7 @@ def busy_source(scene: Scene) -> None:
     scene.play()
 
 
-def suspected(scene: Scene) -> None:
+def suspected_seed(scene: Scene) -> None:
     """I13: nobody reads from afar because somebody suspects the near source."""
 
     def read(me: Process) -> None:
@@ -313,10 +323,7 @@ def seed_dies(scene: Scene) -> None:
     demand(crossings(scene) <= 2, f"I13: {crossings(scene)} replicas read from afar")
 
 
-SCENES |= named(
-    burst_across, far_copies, third_datacenter, busy_source, few_seen, mute_stream, seed_dies
-) | {
-    "suspected seed": suspected,
+SCENES |= scenes_of(__name__) | {
     "mute seed": partial(mute, muted_s=8.0, reroutes=0),
     "mute for long": partial(mute, muted_s=50.0, reroutes=1),
     "mute among many": partial(mute, muted_s=50.0, reroutes=1, among=2),

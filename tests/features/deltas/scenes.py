@@ -19,7 +19,7 @@ from features.deltas.ringed import (
     update,
 )
 from replicas import Process
-from scenes import SCENES, Scene, named, puts
+from scenes import SCENES, Scene, puts, scenes_of
 
 from torch_ros.errors import SourceLost, TorchRosError
 from torch_ros.features.deltas import reading as delta_reading
@@ -299,7 +299,7 @@ def one_without_digests(scene: Scene) -> None:
     demand(not scene.suspects, f"I13: {scene.suspects}, and what was held was wrong")
 
 
-def coming(scene: Scene) -> None:
+def delta_coming(scene: Scene) -> None:
     """I6: a delta that is being made is waited for, and not for ever."""
 
     def script(me: Process, publisher: Publisher) -> None:
@@ -329,10 +329,7 @@ def coming(scene: Scene) -> None:
         played(scene)
 
 
-SCENES |= named(
-    by_deltas, rewritten, stray_cell, late_end, base_once, not_held, one_without_digests
-) | {
+SCENES |= scenes_of(__name__) | {
     "stray cell, seat lost": partial(stray_cell, loses_seat=True),
     "late end, learned later": partial(late_end, fails=True),
-    "delta coming": coming,
 }

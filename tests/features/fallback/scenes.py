@@ -14,10 +14,10 @@ from scenes import (
     SOON_S,
     Scene,
     _close,
-    named,
     publish,
     puts,
     replicate,
+    scenes_of,
     unpublish,
 )
 
@@ -82,7 +82,7 @@ def decided_at_once(scene: Scene) -> None:
     demand(_versions(scene) == 1, f"I8: {_versions(scene)} versions were read from the bucket")
 
 
-def reader_dies(scene: Scene) -> None:
+def reader_of_a_bucket_dies(scene: Scene) -> None:
     """I6: if who reads the bucket dies, or loses its seat, another one reads it; all have it."""
     bucket, names = _with_bucket(scene), ["r0", "r1", "r2"]
     bucket.archive(7, 70)
@@ -190,7 +190,7 @@ def held_in_between(scene: Scene) -> None:
     demand(not bucket.lists, "I16: the bucket was asked while a trainer was in a step")
 
 
-def store_away(scene: Scene) -> None:
+def _store_away(scene: Scene) -> None:
     """I16: time in which the store does not answer does not count, nor that of an earlier seat."""
     bucket = _with_bucket(scene)
     bucket.archive(70, 70)
@@ -261,7 +261,7 @@ def trainer_restarts(scene: Scene) -> None:
     scene.play()
 
 
-def archiver_is_left(scene: Scene) -> None:
+def only_an_archiver_is_left(scene: Scene) -> None:
     """I16: a trainer that begins again beside an archiver alone may publish from there on."""
     bucket = _with_bucket(scene)
 
@@ -339,7 +339,7 @@ def killed_in_a_publication(scene: Scene) -> None:
     scene.play(2, t=first)
 
 
-def corrupt(scene: Scene) -> None:
+def corrupt_in_a_bucket(scene: Scene) -> None:
     """I1, I6: a version that is corrupt leads to the one before, at once, and on all ranks."""
     bucket = _with_bucket(scene, slow=10.0)
     bucket.archive(6, 60)
@@ -390,7 +390,7 @@ def trained_while_corrupt(scene: Scene) -> None:
     scene.play()
 
 
-def all_corrupt(scene: Scene) -> None:
+def all_corrupt_in_a_bucket(scene: Scene) -> None:
     """I6: where no version can be read, that is said, and nothing is held."""
     bucket = _with_bucket(scene)
     for version in (6, 7):
@@ -447,7 +447,7 @@ def dead_lineage(scene: Scene) -> None:
     scene.play()
 
 
-def opens_beside(scene: Scene) -> None:
+def _opens_beside(scene: Scene) -> None:
     """I16: a trainer that opens beside who holds the bucket's version publishes in its own run."""
     _with_bucket(scene).archive(98, 70)
 
@@ -530,7 +530,7 @@ def nothing_to_archive(scene: Scene) -> None:
     scene.play()
 
 
-def given_to_one_rank(scene: Scene, has_one: int = 0) -> None:
+def a_bucket_of_one_rank(scene: Scene, has_one: int = 0) -> None:
     """I6: what one rank must do and another one cannot ends the call for both, by name."""
     _with_bucket(scene).archive(98, 70)
 
@@ -551,25 +551,8 @@ def given_to_one_rank(scene: Scene, has_one: int = 0) -> None:
     scene.play()
 
 
-SCENES |= named(
-    cold_start,
-    decided_at_once,
-    trained_meanwhile,
-    held_in_between,
-    trainer_restarts,
-    nothing_archived,
-    killed_in_a_publication,
-    trained_while_corrupt,
-    dead_lineage,
-    goes_back,
-    nothing_to_archive,
-) | {
-    "reader of a bucket dies": reader_dies,
-    "store away, and a bucket": store_away,
-    "only an archiver is left": archiver_is_left,
-    "corrupt in a bucket": corrupt,
-    "all corrupt in a bucket": all_corrupt,
-    "opens beside a bucket's": opens_beside,
-    "a bucket of one rank": given_to_one_rank,
-    "a bucket of the last rank": lambda scene: given_to_one_rank(scene, has_one=1),
+SCENES |= scenes_of(__name__) | {
+    "store away, and a bucket": _store_away,
+    "opens beside a bucket's": _opens_beside,
+    "a bucket of the last rank": partial(a_bucket_of_one_rank, has_one=1),
 }

@@ -19,11 +19,11 @@ from scenes import (
     _close,
     deletes,
     meet,
-    named,
     publish,
     puts,
     read_from,
     replicate,
+    scenes_of,
     unpublish,
 )
 
@@ -543,24 +543,7 @@ def ends_half_released(scene: Scene) -> None:
     scene.play(u=overtake)
 
 
-SCENES |= named(
-    lingers,
-    started_again,
-    spot_only,
-    drains_at_the_end,
-    both_close,
-    no_witness,
-    dies_lingering,
-    ends_half_released,
-    last_version,
-    last_version_anew,
-    archiver_dies,
-    bucket_is_dead,
-    archiver_is_ahead,
-    archived_elsewhere,
-    archiver_comes_back,
-    leaves_with_a_copy,
-) | {
+SCENES |= scenes_of(__name__) | {
     "leaves": partial(leaves, read_s=0.5, within_s=20.0, reroutes=0),
     "leaves in a hurry": partial(leaves, read_s=1.0, within_s=2.0, reroutes=1),
 }

@@ -7,7 +7,7 @@ from functools import partial
 
 from checks import demand
 from replicas import TTL_S, Breaks, Process
-from scenes import SCENES, Scene, named, publish, puts, unpublish
+from scenes import SCENES, Scene, publish, puts, scenes_of, unpublish
 from world import Broken
 
 from torch_ros.errors import CallMismatch, InstallRejected, TorchRosError
@@ -196,9 +196,7 @@ def rejected_since(scene: Scene) -> None:
     scene.play()
 
 
-SCENES |= named(
-    rejected_since, wiped_while_waited, published_in_a_block, told_later, heard_at_once
-) | {
+SCENES |= scenes_of(__name__) | {
     "left badly": partial(one_left_badly, lease_ends=False),
     "left badly, and came back": partial(one_left_badly, lease_ends=True),
 }

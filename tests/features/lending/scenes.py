@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from checks import are_of, demand
 from replicas import Process
-from scenes import SCENES, Scene, named
+from scenes import SCENES, Scene, scenes_of
 
 from torch_ros.copies import transforms
 from torch_ros.copies.buffers import Copying
@@ -300,6 +300,4 @@ def lends_late(scene: Scene) -> None:
     demand("borrowed" in scene.reached, "nobody borrowed")
 
 
-SCENES |= named(
-    lends_late, stays, locked_late, lost_lock, kernels_last, left_in_order, dies_borrowing, bound
-)
+SCENES |= scenes_of(__name__)

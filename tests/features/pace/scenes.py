@@ -10,7 +10,7 @@ from unittest.mock import patch
 import wires
 from checks import demand
 from replicas import Process
-from scenes import MANY_TENSORS, SCENES, Scene, named, publish, puts, read_from, replicate
+from scenes import MANY_TENSORS, SCENES, Scene, publish, puts, read_from, replicate, scenes_of
 
 from torch_ros.costs import NIXL_COSTS
 from torch_ros.features.pace import rates
@@ -294,7 +294,7 @@ def _beside(scene: Scene, slow_s: dict[str, float], *, later_s: float = 0.0) -> 
         scene.play()
 
 
-def slow_behind_slow(scene: Scene) -> None:
+def slow_behind_a_slow_one(scene: Scene) -> None:
     """I8: who is slow is found though it gets all that its source has, in the time that is left."""
     _beside(scene, {"r0": 0.4, "r1": 0.02, "r2": 0.3, "r3": 0.02})
     _reads_from(scene, "r2", "r1", "r3")
@@ -379,21 +379,5 @@ def slow_for_all(scene: Scene) -> None:
         scene.play()
 
 
-SCENES |= named(
-    place_of_the_dead,
-    slow_relay,
-    kept_place,
-    unheard,
-    settled_leaf,
-    slow_source,
-    last_relay,
-    rests_once,
-    peer_rests,
-    seed_rests_not,
-    slow_seed,
-    slow_for_all,
-    all_become_slow,
-) | {
-    "unheard, and orphaned": partial(unheard, dies=True),
-    "slow behind a slow one": slow_behind_slow,
-}
+SCENES |= scenes_of(__name__)
+SCENES["unheard, and orphaned"] = partial(unheard, dies=True)

@@ -18,7 +18,7 @@ from features.deltas.ringed import (
     update,
 )
 from replicas import Process
-from scenes import SCENES, Scene, named
+from scenes import SCENES, Scene, scenes_of
 
 from torch_ros.errors import ClosedError, SourceLost
 from torch_ros.features.deltas import reading as delta_reading
@@ -201,6 +201,4 @@ def prefetch_beside(scene: Scene) -> None:
     played(scene)
 
 
-SCENES |= named(
-    prefetched, prefetch_rewritten, prefetch_in_vain, prefetch_of_another, prefetch_beside
-)
+SCENES |= scenes_of(__name__)

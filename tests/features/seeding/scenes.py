@@ -9,7 +9,7 @@ from afar import SLOW_S, _reading
 from checks import demand
 from lookouts import WAIT_S, _alike
 from replicas import TTL_S, Process
-from scenes import SCENES, Scene, meet, named, publish, puts, replicate, unpublish
+from scenes import SCENES, Scene, meet, publish, puts, replicate, scenes_of, unpublish
 from seeding import crossings
 
 from torch_ros.errors import UsageError
@@ -83,7 +83,7 @@ def _play(scene: Scene, follow: Callable, *, count: int = 3, size: int = 0, **op
     scene.play()
 
 
-def fetched(scene: Scene) -> None:
+def fetched_ahead(scene: Scene) -> None:
     """A version crosses once, while all replicas go on, and nobody keeps a copy of it."""
 
     def follow(me: Process, names) -> None:
@@ -213,7 +213,7 @@ def seed_fails(scene: Scene, *, is_killed: bool) -> None:
     _play(scene, follow, count=2, size=1)
 
 
-def no_memory(scene: Scene) -> None:
+def no_memory_ahead(scene: Scene) -> None:
     """An update of which one rank has no memory for a copy fails on all, and all go on."""
 
     def follow(me: Process, names) -> None:
@@ -395,17 +395,7 @@ def waits_for_a_neighbour(scene: Scene) -> None:
     scene.play()
 
 
-SCENES |= named(
-    waits_for_a_copy,
-    waits_for_a_neighbour,
-    passed_by,
-    often_asked,
-    ordered_twice,
-    idle_again,
-    newest_here,
-) | {
-    "fetched ahead": fetched,
+SCENES |= scenes_of(__name__) | {
     "seed ahead dies": partial(seed_fails, is_killed=True),
     "seed ahead is stuck": partial(seed_fails, is_killed=False),
-    "no memory ahead": no_memory,
 }
