@@ -105,6 +105,11 @@ def instead(what: str, *rules: str, scenario: str = "") -> Callable:
     return register
 
 
+def answers(what: str, *rules: str, value: object = None, scenario: str = "") -> None:
+    """Register a fault in which `rules` give that value, whatever they are asked."""
+    fault(what, *rules, scenario=scenario)(lambda _: lambda *_, **__: value)
+
+
 # Changes to the transactions of a rule
 
 
@@ -368,9 +373,7 @@ def _(_sure):
 # Samples of what there is
 
 
-@fault("what a sample leaves out is taken for absent", "View.shows")
-def _(shows):
-    return lambda view, range_: True
+answers("what a sample leaves out is taken for absent", "View.shows", value=True)
 
 
 fault("a glimpse of who fills it is enough", "_glimpsed", scenario="few, not whole")(
@@ -572,33 +575,38 @@ fault("who holds nothing does not ask its policy", "Chosen.is_asked_first", scen
 fault("who waits does not hear of its peers", "_with_own", scenario="waits for versions")(
     lambda rule: lambda wait, seat: wait
 )
-fault(
-    "who comes second is not asked to stop", "_Search.all_go_on", scenario="slow rank told to stop"
-)(lambda rule: lambda *_: True)
-
-
-fault("an update gives up before all ranks have come", "_Search.all_go_on", scenario="missing")(
-    lambda rule: lambda *_: True
+answers(
+    "who comes second is not asked to stop",
+    "_Search.all_go_on",
+    value=True,
+    scenario="slow rank told to stop",
 )
-fault(
+
+
+answers(
+    "an update gives up before all ranks have come",
+    "_Search.all_go_on",
+    value=True,
+    scenario="missing",
+)
+answers(
     "what ends a call between two parts is told to nobody", "end_for_all", scenario="struck between"
-)(lambda end: lambda *_, **__: None)
+)
 fault(
     "a part that is refused too late ends the next call like it",
     "_is_of_caller",
     scenario="struck at the end",
 )(lambda rule: lambda call, own: call.caller == own.caller)
-fault(
+answers(
     "an argument that one rank refuses is one of another call",
     "_is_with_other_arguments",
+    value=False,
     scenario="refused argument",
-)(lambda rule: lambda call, own: False)
+)
 fault(
     "a peer's deadline is taken for that of a look", "reaching:_answer", scenario="gives up first"
 )(lambda answer: lambda rule, view: rule(view))
-fault("who leaves a loop alone tells nobody", "collective:leave", scenario="leaves a loop")(
-    lambda leave: lambda *_: None
-)
+answers("who leaves a loop alone tells nobody", "collective:leave", scenario="leaves a loop")
 
 
 @instead(
@@ -611,9 +619,7 @@ def _(rule, view, seat, number, asked):
     return Done(value=True) if isinstance(step, Done) else step
 
 
-fault("who left a call out is taken for late", "is_left_out", scenario="left out")(
-    lambda rule: lambda *_: False
-)
+answers("who left a call out is taken for late", "is_left_out", value=False, scenario="left out")
 fault(
     "calls are forgotten to which a rank has not come",
     "Call.was_made_by_all",
@@ -655,9 +661,7 @@ fault(
 )(edited(guards=without(NoneNewer)))
 
 
-fault("a failed call leaves its reader records", "calls:withdraw")(
-    lambda rule: lambda view: Done(None)
-)
+answers("a failed call leaves its reader records", "calls:withdraw", value=Done(None))
 
 # Bytes, and the word that says whether they count
 
@@ -708,8 +712,8 @@ fault(
 )(lambda read: lambda self, batch: read(self, dataclasses.replace(batch, is_repeated=False)))
 
 
-fault("what two publish under one number is not compared", "require_equal", scenario="other bytes")(
-    lambda _: lambda *_: None
+answers(
+    "what two publish under one number is not compared", "require_equal", scenario="other bytes"
 )
 
 
@@ -725,11 +729,12 @@ def _(rule):
     return faulty
 
 
-fault(
+answers(
     "a version that its publisher wrote to stays what it is",
     "withdrawal:withdraw",
+    value=Done(None),
     scenario="withdrawn",
-)(lambda _: lambda view, keys, ref: Done(None))
+)
 
 
 @instead("a manifest that was read once is believed", "Peers.state", scenario="moved")
@@ -741,9 +746,7 @@ def _(shown, self, card, *others, **more):
     return dataclasses.replace(now, manifest=next(iter(known[now.agent].values())))
 
 
-@fault("the word does not name the call", "mark")
-def _(mark):
-    return lambda uid, call: 1
+answers("the word does not name the call", "mark", value=1)
 
 
 @fault("the word names the call, not the content", "mark", scenario="other version")
@@ -751,14 +754,10 @@ def _(mark):
     return lambda uid, call: call
 
 
-fault("the word is not voided before tensors are written", "Mailbox.void")(
-    lambda void: lambda self: None
-)
+answers("the word is not voided before tensors are written", "Mailbox.void")
 
 
-@fault("a relay is read beyond what it has", "Following.has")
-def _(rule):
-    return lambda self, needs: True
+answers("a relay is read beyond what it has", "Following.has", value=True)
 
 
 fault("progress counts blocks, not the prefix", "feed:_position")(
@@ -791,12 +790,13 @@ fault("a reader does not look whether it has its seat", "feed:connect", scenario
         )
     )
 )
-fault("reads of a lost source are not ended", "close_all", scenario="late landing")(
-    lambda close_all: lambda reads: None
-)
+answers("reads of a lost source are not ended", "close_all", scenario="late landing")
 
-fault("a source that does not answer is waited for", "Sources.has_other", scenario="stands still")(
-    lambda _: lambda *_: False
+answers(
+    "a source that does not answer is waited for",
+    "Sources.has_other",
+    value=False,
+    scenario="stands still",
 )
 
 
@@ -902,8 +902,8 @@ def _(reading, view, readers):
     return (near + far, []) if "+" in readers.start else (near, far)
 
 
-fault("who looks for a source is forgotten", "_is_filled_afar", scenario="last of two")(
-    lambda _: lambda *_: False
+answers(
+    "who looks for a source is forgotten", "_is_filled_afar", value=False, scenario="last of two"
 )
 
 
@@ -929,14 +929,10 @@ def _(rule, view, *args):
 fault("a near reader may come unseen", "unpublish:_let_go", scenario="comes last")(
     edited(guards=without(NoneNewer))
 )
-fault("far readers are left with nobody", "_copy_first", scenario="taken back")(
-    lambda rule: lambda *args: None
-)
+answers("far readers are left with nobody", "_copy_first", scenario="taken back")
 
 
-fault("a second copy for far readers", "_has_copy", scenario="second copy")(
-    lambda _: lambda *_: False
-)
+answers("a second copy for far readers", "_has_copy", value=False, scenario="second copy")
 fault(
     "a far reader is left because of somebody who leaves too",
     "unpublish:_let_go",
@@ -970,9 +966,7 @@ for optional in ("no memory", "no memory for a copy"):
 fault("a copy that is forgone is tried again", "_may_lose", scenario=optional)(
     lambda _: lambda seat, _: seat.spot
 )
-fault("no copy is made of what is retained", "_may_lose", scenario="only on spot")(
-    lambda _: lambda *_: True
-)
+answers("no copy is made of what is retained", "_may_lose", value=True, scenario="only on spot")
 
 
 @instead("what is suspected retires older ones", "_keepers", scenario="suspected newer")
@@ -986,7 +980,7 @@ fault("what may go is gone", "_keepers", scenario="suspected before")(
 )
 
 
-fault("what lingers is a witness", "lingers", scenario="no witness")(lambda _: lambda _: False)
+answers("what lingers is a witness", "lingers", value=False, scenario="no witness")
 
 
 fault("who reads does not know what lingers", "Source.insts", scenario="drains at the end")(
@@ -1046,14 +1040,18 @@ def _(rule, view, seat, note_lease_id):
     return Act(Txn(step.txn.guards, (step.txn.ops[0], *known)), step.then)
 
 
-fault("whose open is interrupted tells nobody", "call_off", scenario="struck in open")(
-    lambda _: lambda *_, **__: Done(None)
+answers(
+    "whose open is interrupted tells nobody",
+    "call_off",
+    value=Done(None),
+    scenario="struck in open",
 )
-fault(
+answers(
     "a newcomer is told of an open before its own",
     "_is_called_off",
+    value=False,
     scenario="struck in open, not shared",
-)(lambda _: lambda _: False)
+)
 
 
 @instead(
@@ -1161,13 +1159,11 @@ def _(forget, self, counted=None):
     return result
 
 
-@fault(
+answers(
     "the only copy is given up while etcd is away",
     "Ledger.must_copy",
     scenario="retained meanwhile",
 )
-def _(must_copy):
-    return lambda self: None
 
 
 @instead(
@@ -1206,13 +1202,12 @@ def _(goes_on_without, self, call):
     return is_done
 
 
-@fault(
+answers(
     "an etcd that refuses is borne for as long as it renews the lease",
     "Patience.bears_s",
+    value=math.inf,
     scenario="refused",
 )
-def _(_):
-    return lambda *_, **__: math.inf
 
 
 @fault(
@@ -1238,9 +1233,7 @@ def _(not_waited_for):
     return None
 
 
-@fault("what was not waited for is not brought along", "not_waited_for", scenario="held when back")
-def _(rule):
-    return lambda shards: None
+answers("what was not waited for is not brought along", "not_waited_for", scenario="held when back")
 
 
 @instead(
@@ -1262,11 +1255,12 @@ def _(rule):
 
 # Coverage
 
-fault("coverage is not asked", "require_whole", "is_whole", scenario="lacks a cell")(
-    lambda _: lambda layouts: True
-)
-fault("coverage is not asked of a part that was asked for", "is_whole", scenario="a part is read")(
-    lambda _: lambda layouts: True
+answers("coverage is not asked", "require_whole", "is_whole", value=True, scenario="lacks a cell")
+answers(
+    "coverage is not asked of a part that was asked for",
+    "is_whole",
+    value=True,
+    scenario="a part is read",
 )
 fault("answers name tensors, and no boxes", "sharding", scenario="lacks a cell")(
     lambda sharding: (
@@ -1314,13 +1308,12 @@ def _(rule, view, seat, call, end, *args, **kwargs):
     return rule(view, seat, call, end, *args, **kwargs)
 
 
-@fault(
+answers(
     "what was not waited for is offered, whatever the ranks know of it",
     "answers_of",
+    value="",
     scenario="a part unseen",
 )
-def _(answers_of):
-    return lambda said: ""  # as an end has that nobody knows
 
 
 @instead(
@@ -1396,19 +1389,15 @@ def _(have_all_begun):
     return lambda self, number, asked: have_all_begun(self, number, asked) or True
 
 
-@fault(
+answers(
     "a call of dcp that never comes is waited for", "Beginnings._look_after", scenario="never comes"
 )
-def _(look_after):
-    return lambda self, one: None
 
 
 # Reads that are served later
 
 
-fault("serve without proof", "first_changed", "first_difference", scenario="serves")(
-    lambda compare: lambda *_: None
-)
+answers("serve without proof", "first_changed", "first_difference", scenario="serves")
 
 
 fault(
@@ -1418,9 +1407,7 @@ fault(
 )(lambda _: lambda peers, state, *_: state)
 
 
-fault("serve: the ranks' digests are not added up", "first_difference", scenario="serves")(
-    lambda compare: lambda *_: None
-)
+answers("serve: the ranks' digests are not added up", "first_difference", scenario="serves")
 
 
 @instead("serve: only the number is compared", "serving:serve", scenario="served anew")
@@ -1457,20 +1444,16 @@ fault(
 )(lambda idle_s: 1000.0)
 
 
-@fault(
+answers(
     "stream: a buffer is filled while it is used",
     "Filling._await_room",
     scenario="sleeping consumer",
 )
-def _(await_room):
-    return lambda self, number: None
 
 
-@fault(
+answers(
     "stream: reads of a lost source are not ended", "close_all", scenario="streamed from another"
 )
-def _(close_all):
-    return lambda reads: None
 
 
 @fault(

@@ -3,7 +3,7 @@
 import math
 
 import numpy as np
-from faults import fault, instead
+from faults import answers, fault, instead
 
 from torch_ros.codec import delta
 from torch_ros.errors import CorruptWeights
@@ -85,9 +85,12 @@ def _(scatter, self, staged):
     scatter(self, {key: found[:1] for key, found in staged.items()})
 
 
-fault(
-    "a delta that is being made is waited for without a bound", "wait_s", scenario="delta coming"
-)(lambda wait_s: lambda *_: math.inf)
+answers(
+    "a delta that is being made is waited for without a bound",
+    "wait_s",
+    value=math.inf,
+    scenario="delta coming",
+)
 
 
 @fault(

@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 import msgspec
-from faults import edited, fault, instead, without
+from faults import answers, edited, fault, instead, without
 
 from torch_ros import errors
 from torch_ros.features.fallback import rules
@@ -81,11 +81,12 @@ def _(live_runs, view, who):
     return live, live - {OUTSIDE}
 
 
-fault(
+answers(
     "a run has the name of the bucket's, of which etcd has versions",
     "_is_known",
+    value=False,
     scenario="only an archiver is left",
-)(lambda _: lambda *_: False)
+)
 
 
 @instead(
@@ -174,18 +175,19 @@ def _(has_lasted, self, view, seat, now_s):
     return lasted or (was_over and not rules.is_held(view, seat))
 
 
-fault(
+answers(
     "a rank reads a bucket on when its peer has given up",
     "FallingBack._require_wanted",
     scenario="corrupt in a bucket",
-)(lambda _: lambda self, call: None)
+)
 
 
-fault(
+answers(
     "who comes back with a bucket's older choice brings that, too",
     "is_passed",
+    value=False,
     scenario="dead lineage",
-)(lambda _: lambda *_: False)
+)
 
 
 fault("a bucket's newest number is its newest version", "_age", "living", scenario="dead lineage")(
@@ -197,11 +199,12 @@ fault("a bucket's newest number is its newest version", "_age", "living", scenar
 )
 
 
-fault(
+answers(
     "who has held a trainer's version goes back to the bucket",
     "may_fall_back",
+    value=True,
     scenario="goes back",
-)(lambda _: lambda *_, **__: True)
+)
 
 
 @instead(
@@ -223,8 +226,8 @@ fault(
 )
 
 
-fault(
+answers(
     "a rank goes on in a call that asks for what it was not given",
     "_require_known",
     scenario="a bucket of one rank",
-)(lambda _: lambda made, call: None)
+)

@@ -1,6 +1,6 @@
 """Faults to plant in what slow readers do."""
 
-from faults import fault, instead
+from faults import answers, fault, instead
 from planting import changed
 
 from torch_ros.features.pace import rules
@@ -43,20 +43,14 @@ fault("nobody need relay", "_filling", scenario="last relay")(lambda _: lambda *
 fault("a slow one rests for ever", "_shall_rest", scenario="rests once")(
     lambda shall: lambda view, seat, ref: any(rules.is_aside(call) for call in calls_of(view, seat))
 )
-fault("who rested is forgotten at once", "_shall_rest", scenario="rests once")(
-    lambda _: lambda *_: False
-)
+answers("who rested is forgotten at once", "_shall_rest", value=False, scenario="rests once")
 fault("a seed rests", "pace:_near", scenario="seed rests not")(lambda _: lambda *_: [None])
 
 
-@fault("a leaf tells what it has", "Progress.hush", scenario="slow relay")
-def _(_):
-    return lambda progress: None
+answers("a leaf tells what it has", "Progress.hush", scenario="slow relay")
 
 
-@fault("a leaf reads older ones only", "SlowOnes.is_leaf", scenario="slow relay")
-def _(_):
-    return lambda self, seat, call: False
+answers("a leaf reads older ones only", "SlowOnes.is_leaf", value=False, scenario="slow relay")
 
 
 fault("a leaf follows each newcomer", "LEFT_MAX", scenario="settled leaf")(lambda _: 99)
@@ -70,12 +64,8 @@ def _(is_behind):
     return lambda self, now_s, landed, shown: is_behind(self, now_s, landed, 4 * shown + 99)
 
 
-fault("a relay tells nobody its rate", "Progress.tell_rate", scenario="slow behind a slow one")(
-    lambda _: lambda self, bytes_per_s: None
-)
-fault("to wait for a source is to be slow", "Landings.resume", scenario="slow behind a slow one")(
-    lambda _: lambda self, now_s: None
-)
+answers("a relay tells nobody its rate", "Progress.tell_rate", scenario="slow behind a slow one")
+answers("to wait for a source is to be slow", "Landings.resume", scenario="slow behind a slow one")
 
 
 @fault("one slow window is enough", "Pace.is_slower", scenario="all become slow")

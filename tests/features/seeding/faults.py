@@ -3,15 +3,15 @@
 import dataclasses
 import math
 
-from faults import edited, fault, instead, without
+from faults import answers, edited, fault, instead, without
 
 from torch_ros.features.seeding import forerunner
 from torch_ros.protocol import versions
 from torch_ros.store.loops import Done, Wait
 from torch_ros.store.txn import NoneNewer, one
 
-fault("forerunners do not look at each other", "_is_fetching", scenario="ordered twice")(
-    lambda rule: lambda near: False
+answers(
+    "forerunners do not look at each other", "_is_fetching", value=False, scenario="ordered twice"
 )
 
 
@@ -25,8 +25,11 @@ fault("a forerunner's copy is never spare", "await_spare", scenario="fetched ahe
 )
 
 
-fault("a forerunner's copy is spare at once", "await_spare", scenario="fetched ahead")(
-    lambda rule: lambda view, seat, ref: Done(None)
+answers(
+    "a forerunner's copy is spare at once",
+    "await_spare",
+    value=Done(None),
+    scenario="fetched ahead",
 )
 
 
@@ -35,9 +38,7 @@ fault("a stuck seed is waited for", "STUCK_S", scenario="seed ahead is stuck")(
 )
 
 
-fault("no rank's memory is asked for", "Forerunner._require_room", scenario="no memory ahead")(
-    lambda rule: lambda self, size_bytes: None
-)
+answers("no rank's memory is asked for", "Forerunner._require_room", scenario="no memory ahead")
 
 
 fault("a rank without memory keeps it to itself", "GroupTask", scenario="no memory ahead")(
@@ -73,9 +74,7 @@ fault("who looks out does not ask its forerunner", "NearFirst.next_version", sce
 )
 
 
-fault("what is coming is nothing", "_is_relayed", scenario="passed by")(
-    lambda rule: lambda holding: False
-)
+answers("what is coming is nothing", "_is_relayed", value=False, scenario="passed by")
 
 
 @fault(
