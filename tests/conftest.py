@@ -5,8 +5,8 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import demos
+import kit
 import pytest
-from kit import memory
 
 import puppets
 import torch_ros
@@ -101,15 +101,7 @@ def ctrl_c():
     signal.signal(signal.SIGINT, before)
 
 
-STORES = [pytest.param("memory", marks=pytest.mark.long), "etcd"]
-
-
-@pytest.fixture(params=STORES)
-def endpoint(request):
-    """Where a store is: in memory, and in a real etcd."""
-    if request.param == "memory":
-        return memory()
-    return request.getfixturevalue("etcd_endpoint")
+endpoint = pytest.fixture(params=kit.STORES)(kit.store)
 
 
 @pytest.fixture

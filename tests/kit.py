@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
 import torch
 
 T = TypeVar("T")
@@ -19,6 +20,16 @@ LIMIT_S = 60.0
 def memory() -> str:
     """The endpoint of a store in memory. For a module: `endpoint = pytest.fixture(memory)`."""
     return f"memory://{uuid.uuid4().hex}"
+
+
+STORES = [pytest.param("memory", marks=pytest.mark.long), "etcd"]
+both_stores = pytest.mark.parametrize("endpoint", STORES, indirect=True)
+
+
+def store(request: pytest.FixtureRequest) -> str:
+    """Where a store is: in memory, or in a real etcd. For a module: `pytest.fixture(store)`."""
+    is_etcd = getattr(request, "param", "memory") == "etcd"
+    return request.getfixturevalue("etcd_endpoint") if is_etcd else memory()
 
 
 def read_only(path: Path, *shape: int) -> torch.Tensor:

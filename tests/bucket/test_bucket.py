@@ -12,10 +12,11 @@ import uuid
 from contextlib import contextmanager
 from itertools import chain
 
+import kit
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from kit import read_only
+from kit import both_stores, read_only
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
@@ -98,9 +99,10 @@ def archived(opened, bucket):
     return publish
 
 
-memory_only = pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+endpoint = pytest.fixture(kit.store)  # in memory, where nothing else is said
 
 
+@both_stores
 def test_a_version_comes_back_bit_for_bit_when_everybody_has_gone(archived, bucket):
     tensors = everything()
     written = archived(7, tensors)
@@ -114,7 +116,6 @@ def test_a_version_comes_back_bit_for_bit_when_everybody_has_gone(archived, buck
     same(part, {name: tensors[name] for name in part})
 
 
-@memory_only
 def test_a_writer_leaves_its_marker_before_anything_else(opened, archived, bucket, monkeypatch):
     there, put = [], bucket.store.put
 
@@ -127,7 +128,6 @@ def test_a_writer_leaves_its_marker_before_anything_else(opened, archived, bucke
     assert there == [["torch_ros"]]
 
 
-@memory_only
 @pytest.mark.parametrize("file_bytes", [1, 700, 10**9])
 def test_tools_of_others_read_the_folder(archived, bucket, url, tmp_path, file_bytes):
     tensors = everything()
@@ -150,7 +150,6 @@ def test_tools_of_others_read_the_folder(archived, bucket, url, tmp_path, file_b
     same(found, tensors)
 
 
-@memory_only
 @pytest.mark.parametrize("part_bytes", [64, 1000, 4 << 20])
 def test_any_sharding_is_filled(archived, bucket, monkeypatch, part_bytes):
     monkeypatch.setattr(files, "PART_BYTES", part_bytes)
@@ -177,7 +176,6 @@ def test_any_sharding_is_filled(archived, bucket, monkeypatch, part_bytes):
             assert torch.equal(box, expected), cut
 
 
-@memory_only
 def test_a_shard_by_rows_reads_little_more_than_its_own(archived, bucket, monkeypatch):
     whole = torch.arange(8 << 20, dtype=torch.int32).view(8192, 1024)  # 32 MiB
     archived(7, {"w": whole})
@@ -195,7 +193,6 @@ def test_a_shard_by_rows_reads_little_more_than_its_own(archived, bucket, monkey
     assert sum(asked) <= mine.nbytes + 2 * files.PART_BYTES
 
 
-@memory_only
 @pytest.mark.parametrize("tensors", [{}, {"e": torch.empty(0, 7)}], ids=["none", "empty"])
 def test_a_version_without_elements_is_one_too(archived, bucket, tensors):
     archived(7, tensors)
@@ -203,7 +200,6 @@ def test_a_version_without_elements_is_one_too(archived, bucket, tensors):
     assert bucket.load({}) == 7
 
 
-@memory_only
 def test_parameters_are_filled_and_autograd_notices(archived, bucket):
     archived(7, {"weight": torch.ones(3, 4), "bias": torch.ones(3)})
     module = torch.nn.Linear(4, 3)
@@ -215,7 +211,6 @@ def test_parameters_are_filled_and_autograd_notices(archived, bucket):
 
 
 @pytest.mark.long
-@memory_only
 def test_transformers_loads_an_archived_version(archived, tmp_path):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
@@ -228,7 +223,6 @@ def test_transformers_loads_an_archived_version(archived, tmp_path):
     same(found.state_dict(), dict(model.state_dict()))
 
 
-@memory_only
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_name_that_files_have_for_something_else_is_refused(archived, bucket, streams):
     with pytest.raises(UsageError, match="'__metadata__'"):
@@ -236,7 +230,6 @@ def test_a_name_that_files_have_for_something_else_is_refused(archived, bucket, 
     assert bucket.list() == {}
 
 
-@memory_only
 def test_what_does_not_fit_is_refused_and_nothing_is_written(archived, bucket):
     archived(7, {"w": torch.ones(4), "v": torch.ones(2)})
     mine = {"w": torch.zeros(4), "v": torch.zeros(2, dtype=torch.float64)}
@@ -253,7 +246,6 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(archived, bucket):
         bucket.load({"w": torch.zeros(4)})
 
 
-@memory_only
 @pytest.mark.usefixtures("ctrl_c")
 def test_memory_that_may_only_be_read_is_named_and_nothing_is_written(archived, bucket, tmp_path):
     archived(1, {"a": torch.ones(9), "w": torch.ones(5, 3)})
@@ -291,6 +283,7 @@ def standing_still(bucket, monkeypatch, meanwhile=lambda: None):
     assert not mine.any()
 
 
+@both_stores
 def test_a_load_that_ctrl_c_ends_returns_at_once_and_writes_nothing_afterwards(
     archived, bucket, monkeypatch, ctrl_c
 ):
@@ -303,7 +296,6 @@ def test_a_load_that_ctrl_c_ends_returns_at_once_and_writes_nothing_afterwards(
         bucket.load(mine)
 
 
-@memory_only
 def test_a_read_that_is_given_up_ends_at_once_and_writes_nothing_afterwards(
     archived, bucket, monkeypatch
 ):
@@ -329,7 +321,6 @@ def spoil(path, how):
     path.write_bytes(content)
 
 
-@memory_only
 @pytest.mark.parametrize("how", ["flipped", "truncated", "gone", "swapped"])
 def test_a_file_that_is_not_what_was_archived_is_refused(archived, bucket, tmp_path, how):
     archived(7, {"a": torch.ones(500), "b": torch.zeros(500)}, form=Form(file_bytes=2000))
@@ -348,7 +339,6 @@ def test_a_file_that_is_not_what_was_archived_is_refused(archived, bucket, tmp_p
         assert bucket.load({"a": torch.zeros(500)}) == 7  # it does not need the other file
 
 
-@memory_only
 @pytest.mark.parametrize("how", ["truncated", "of another version"])
 def test_a_manifest_that_is_not_what_was_archived_is_refused(archived, bucket, tmp_path, how):
     archived(7, {"a": torch.ones(5)})
@@ -363,7 +353,6 @@ def test_a_manifest_that_is_not_what_was_archived_is_refused(archived, bucket, t
     assert bucket.load({"a": torch.zeros(5)}, "latest-1") == 7
 
 
-@memory_only
 def test_what_is_no_file_or_larger_than_any_manifest_is_refused_and_not_read(
     archived, bucket, tmp_path
 ):
@@ -379,7 +368,6 @@ def test_what_is_no_file_or_larger_than_any_manifest_is_refused_and_not_read(
         bucket.contents()
 
 
-@memory_only
 @pytest.mark.parametrize(("fails", "error"), [("clone", MemoryError), ("as_strided", RuntimeError)])
 def test_only_a_copy_that_torch_cannot_make_is_told_as_too_little_memory(
     archived, monkeypatch, fails, error
@@ -393,7 +381,6 @@ def test_only_a_copy_that_torch_cannot_make_is_told_as_too_little_memory(
             archived(7, {"w": torch.ones(4)})
 
 
-@memory_only
 @pytest.mark.parametrize(
     "read", [lambda store, key: store.get(key), lambda store, key: store.get_ranges(key, [0], [1])]
 )
@@ -403,7 +390,6 @@ def test_a_file_that_cannot_be_looked_at_is_an_error_of_the_bucket(archived, buc
         read(bucket.store, "n" * 256)
 
 
-@memory_only
 def test_files_without_a_manifest_are_no_version_and_go_after_the_grace(
     archived, bucket, opened, monkeypatch, tmp_path
 ):
@@ -431,7 +417,6 @@ def test_files_without_a_manifest_are_no_version_and_go_after_the_grace(
     assert bucket.load({"a": torch.zeros(5)}) == 7
 
 
-@memory_only
 def test_old_versions_go_manifests_first_and_files_after_the_grace(
     archived, bucket, opened, tmp_path, monkeypatch
 ):
@@ -452,7 +437,6 @@ def test_old_versions_go_manifests_first_and_files_after_the_grace(
     assert len(list((tmp_path / "bucket").rglob("*.safetensors"))) == 2
 
 
-@memory_only
 def test_an_upload_that_takes_half_of_the_grace_is_no_version(archived, bucket, monkeypatch):
     clock = [0.0]
 
@@ -466,7 +450,6 @@ def test_an_upload_that_takes_half_of_the_grace_is_no_version(archived, bucket, 
     assert bucket.list() == {}
 
 
-@memory_only
 def test_a_number_that_is_published_anew_is_archived_anew_and_the_old_one_is_none(archived, bucket):
     for version in (99, 100):
         archived(version, {"a": torch.full((5,), float(version))})
@@ -478,7 +461,6 @@ def test_a_number_that_is_published_anew_is_archived_anew_and_the_old_one_is_non
     assert float(found["a"][0]) == -1.0
 
 
-@memory_only
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_a_version_that_is_published_anew_while_it_is_looked_at_is_given_up(
     bucket, opened, monkeypatch, name
@@ -509,7 +491,6 @@ def test_a_version_that_is_published_anew_while_it_is_looked_at_is_given_up(
     assert float(found[name][0]) == 2.0
 
 
-@memory_only
 def test_two_archivers_of_one_version_harm_nobody(archived, bucket, opened):
     archived(7, {"a": torch.ones(5)}, close=False)
     other = Archiver(opened("other", spot=True), bucket, keep=5)
@@ -522,7 +503,6 @@ def test_two_archivers_of_one_version_harm_nobody(archived, bucket, opened):
     assert bucket.load({"a": torch.zeros(5)}) == 7
 
 
-@memory_only
 def test_two_archivers_of_one_version_leave_one_in_a_store_that_overwrites(
     archived, bucket, opened, monkeypatch, tmp_path
 ):
@@ -541,7 +521,6 @@ def test_two_archivers_of_one_version_leave_one_in_a_store_that_overwrites(
     assert bucket.load({"a": torch.zeros(5)}) == 7
 
 
-@memory_only
 def test_an_older_version_is_not_written_only_to_be_collected(archived, bucket, opened):
     older, newer = opened("older"), opened("newer")
     for version, trainer in ((7, older), (8, newer)):
@@ -555,7 +534,6 @@ def test_an_older_version_is_not_written_only_to_be_collected(archived, bucket, 
     assert bucket.list() == {8: "full"}
 
 
-@memory_only
 @pytest.mark.parametrize("before", ["list", "create"])
 def test_files_that_another_archiver_collects_make_no_version(
     bucket, opened, monkeypatch, tmp_path, before
@@ -578,7 +556,6 @@ def test_files_that_another_archiver_collects_make_no_version(
     assert archiver.archive(lambda *_: None).version == 7
 
 
-@memory_only
 @pytest.mark.parametrize("streams", [False, True])
 def test_nobody_is_read_while_a_version_is_uploaded_unless_it_streams(
     bucket, opened, monkeypatch, tmp_path, streams
@@ -607,7 +584,6 @@ def test_nobody_is_read_while_a_version_is_uploaded_unless_it_streams(
     same(found, tensors)
 
 
-@memory_only
 def test_a_store_that_fails_leaves_no_version_and_the_next_attempt_is_whole(
     archived, opened, monkeypatch
 ):
@@ -647,7 +623,6 @@ def foreign(bucket, of, content, **changes):
     return key
 
 
-@memory_only
 def test_a_manifest_that_cannot_be_read_is_replaced_if_it_is_the_newest(
     archived, bucket, opened, tmp_path, caplog
 ):
@@ -662,7 +637,6 @@ def test_a_manifest_that_cannot_be_read_is_replaced_if_it_is_the_newest(
     assert bucket.load({"a": torch.zeros(5)}) == 7
 
 
-@memory_only
 def test_a_manifest_of_somebody_else_stops_nobody_and_goes_when_it_is_old(
     archived, bucket, opened, caplog
 ):
@@ -698,6 +672,7 @@ def asked(endpoint, capsys):
 
 
 @pytest.mark.long
+@both_stores
 def test_the_command_archives_once(opened, asked, url):
     trainer = opened("trainer")
     code, _, err = asked("archive", trainer.model, url, "--once")
@@ -717,6 +692,7 @@ def test_the_command_archives_once(opened, asked, url):
     assert asked("archive", trainer.model, "ftp://x", "--once")[0] == 2
 
 
+@both_stores
 def test_the_largest_number_that_can_be_published_is_archived(opened, asked, tmp_path):
     trainer = opened("trainer", {"w": torch.arange(1000.0)})
     trainer.publish(2**63 - 1)
@@ -731,6 +707,7 @@ def test_the_largest_number_that_can_be_published_is_archived(opened, asked, tmp
         (["--metrics-port", "9100", "--once"], "--once ends before anybody asks"),
     ],
 )
+@both_stores
 def test_where_figures_are_served_is_looked_at_first(asked, tmp_path, options, text):
     code, _, err = asked("archive", "m", str(tmp_path / "b"), *options)
     assert code == 2

@@ -17,10 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import kit
 import numpy as np
 import pytest
 import torch
-from kit import inside, until
+from kit import both_stores, inside, until
 
 import torch_ros
 from torch_ros.costs import NIXL_COSTS
@@ -53,7 +54,7 @@ DTYPES = [
 
 
 # The same code whatever the endpoint.
-only_memory = pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+endpoint = pytest.fixture(kit.store)  # in memory, where nothing else is said
 
 
 def publisher(opened, tensors, version=1, name="trainer"):
@@ -94,6 +95,7 @@ def targets_for(tensors):
     }
 
 
+@both_stores
 def test_every_kind_of_tensor_arrives_bit_for_bit(opened):
     tensors = every_kind()
     publisher(opened, tensors)
@@ -109,6 +111,7 @@ def test_every_kind_of_tensor_arrives_bit_for_bit(opened):
     assert set(report.stages_s) == {"decide", "manifests", "plan", "read", "commit"}
 
 
+@both_stores
 def test_non_contiguous_targets_and_sources_meet(opened):
     source = torch.randn(50, 60)
     publisher(opened, {"w": source.t()})
@@ -119,7 +122,6 @@ def test_non_contiguous_targets_and_sources_meet(opened):
     assert torch.count_nonzero(buffer[1::2]) == 0
 
 
-@only_memory
 def test_published_in_place_and_read_in_place(opened):
     source, target = torch.randn(1000), torch.zeros(1000)
     trainer = publisher(opened, {"w": source})
@@ -132,7 +134,6 @@ def test_published_in_place_and_read_in_place(opened):
     assert torch.equal(source, target)
 
 
-@only_memory
 def test_inference_tensors_can_be_filled(opened):
     publisher(opened, {"w": torch.ones(10)})
     with torch.inference_mode():
@@ -142,6 +143,7 @@ def test_inference_tensors_can_be_filled(opened):
         assert torch.equal(target, torch.ones(10))
 
 
+@both_stores
 def test_update_follows_and_says_whether_it_did(opened):
     source, target = {"w": torch.zeros(100)}, {"w": torch.full((100,), -1.0)}
     trainer, rollout = publisher(opened, source, 0), opened("rollout", target)
@@ -157,6 +159,7 @@ def test_update_follows_and_says_whether_it_did(opened):
     assert rollout.list() == {5: {"trainer", "rollout"}}
 
 
+@both_stores
 def test_update_never_goes_back(opened):
     old = publisher(opened, {"w": torch.zeros(3)}, 3, name="old")
     new = publisher(opened, {"w": torch.ones(3)}, 4, name="new")
@@ -170,7 +173,6 @@ def test_update_never_goes_back(opened):
     assert old.version == 3
 
 
-@only_memory
 def test_a_second_of_anything_is_refused_and_unpublish_may_be_repeated(opened):
     handle = opened("r")
     handle.unpublish()
@@ -193,7 +195,6 @@ def test_a_second_of_anything_is_refused_and_unpublish_may_be_repeated(opened):
 
 
 @pytest.mark.parametrize("bad", ["7", "newest", "latest-", -1, 1.5, True, None, 2**63])
-@only_memory
 def test_bad_versions_are_named(opened, bad):
     handle = opened("r", {"w": torch.ones(3)})
     with pytest.raises(UsageError, match="version"):
@@ -204,6 +205,7 @@ def test_bad_versions_are_named(opened, bad):
     handle.publish(1)  # and the handle goes on
 
 
+@both_stores
 def test_what_does_not_fit_is_named_and_leaves_the_handle_usable(opened):
     publisher(opened, {"a": torch.ones(3), "b": torch.ones(2, 2)})
     rollout = opened("rollout")
@@ -224,7 +226,6 @@ def test_what_does_not_fit_is_named_and_leaves_the_handle_usable(opened):
     assert rollout.replicate() == 1
 
 
-@only_memory
 def test_a_deadline_names_what_it_waited_for(opened):
     rollout = opened("rollout", {"w": torch.ones(3)})
     with pytest.raises(DeadlineExceeded, match="none is available yet") as caught:
@@ -234,6 +235,7 @@ def test_a_deadline_names_what_it_waited_for(opened):
         rollout.wait(lambda versions: 3 in versions, timeout_s=0.2)
 
 
+@both_stores
 def test_wait_wakes_when_its_predicate_holds(opened):
     trainer, rollout = opened("trainer", {"w": torch.ones(3)}), opened("rollout")
     with ThreadPoolExecutor(1) as pool:
@@ -242,7 +244,6 @@ def test_wait_wakes_when_its_predicate_holds(opened):
         assert waiting.result(10) == {3: {"trainer"}}
 
 
-@only_memory
 def test_an_absolute_version_that_is_being_filled_is_waited_for(opened):
     trainer = publisher(opened, {"w": torch.ones(3)}, 7)
     trainer.unpublish()
@@ -251,7 +252,6 @@ def test_an_absolute_version_that_is_being_filled_is_waited_for(opened):
         rollout.replicate(7)
 
 
-@only_memory
 def test_a_publication_that_failed_leaves_no_number_behind(opened):
     publisher(opened, {"w": torch.ones(3)}, 1, name="a")
     other = opened("b", {"w": torch.ones(4)})
@@ -274,6 +274,7 @@ def _deadline():
     return Deadline("test", 5)
 
 
+@both_stores
 def test_a_closed_handle_says_so_and_closes_again(opened):
     handle = opened("r", {"w": torch.ones(3)})
     handle.publish(1)
@@ -286,7 +287,6 @@ def test_a_closed_handle_says_so_and_closes_again(opened):
             call()
 
 
-@only_memory
 def test_a_handle_that_is_dropped_goes_on_serving(opened, endpoint):
     model = "m-" + uuid.uuid4().hex[:8]
     handle = torch_ros.open(model, endpoint=endpoint, replica="dropped")
@@ -305,6 +305,7 @@ def test_a_handle_that_is_dropped_goes_on_serving(opened, endpoint):
     left.close(linger_s=0.0)
 
 
+@both_stores
 def test_several_handles_of_one_process_are_several_replicas(opened):
     publisher(opened, {"w": torch.ones(3)})
     for name in "abc":
@@ -313,7 +314,6 @@ def test_several_handles_of_one_process_are_several_replicas(opened):
     assert rollout.list() == {1: {"trainer", "a", "b", "c"}}
 
 
-@only_memory
 def test_bad_arguments_of_open_are_named(endpoint):
     for options, found in (
         ({"retain": ("newest",)}, "'newest'"),
@@ -352,7 +352,6 @@ def test_bad_arguments_of_open_are_named(endpoint):
             torch_ros.open(model, endpoint=endpoint)
 
 
-@only_memory
 def test_bad_arguments_of_calls_are_named(opened):
     handle = opened("r")
     for tensors, found in (
@@ -378,14 +377,12 @@ def test_bad_arguments_of_calls_are_named(opened):
             call()
 
 
-@only_memory
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
 def test_a_handle_cannot_be_copied_and_says_where_to_open_one(opened, copied):
     with pytest.raises(UsageError, match="own seat; call torch_ros.open in the process"):
         copied(opened("r"))
 
 
-@only_memory
 def test_who_is_replaced_is_named_with_its_host(opened, caplog):
     opened("r")
     opened("r")
@@ -394,7 +391,6 @@ def test_who_is_replaced_is_named_with_its_host(opened, caplog):
     assert re.search(f"'r' was already there, in {there}, and is replaced by {here}", caplog.text)
 
 
-@only_memory
 def test_the_environment_turns_the_check_of_the_contract_on(opened, monkeypatch):
     monkeypatch.setenv("TORCH_ROS_CHECK_CONTRACT", "1")
     tensors = {"w": torch.ones(3)}
@@ -404,7 +400,6 @@ def test_the_environment_turns_the_check_of_the_contract_on(opened, monkeypatch)
         handle.unpublish()
 
 
-@only_memory
 def test_a_handle_says_where_it_stands(opened):
     handle = opened("r")
     assert (handle.state, "seated" in repr(handle)) == ("seated", False)
@@ -431,6 +426,7 @@ def test_no_etcd_is_said_in_time():
     assert time.monotonic() - started < 15
 
 
+@both_stores
 def test_a_forked_child_is_inert(opened):
     handle = publisher(opened, {"w": torch.ones(3)})
     context = multiprocessing.get_context("fork")
@@ -454,6 +450,7 @@ def test_a_forked_child_is_inert(opened):
     assert rollout.replicate() == 1
 
 
+@both_stores
 def test_data_loader_workers_do_not_disturb(opened):
     handle = publisher(opened, {"w": torch.ones(3)})
     loader = torch.utils.data.DataLoader(range(8), num_workers=2, multiprocessing_context="fork")
@@ -514,7 +511,6 @@ def test_a_version_that_may_be_offered_is_unpublished_before_it_is_written(monke
     trainer.close()
 
 
-@only_memory
 def test_ctrl_c_while_waiting_leaves_the_handle_usable(opened, ctrl_c):
     rollout = opened("rollout", {"w": torch.zeros(3)})
     with pytest.raises(KeyboardInterrupt):  # it may come at once
@@ -524,7 +520,6 @@ def test_ctrl_c_while_waiting_leaves_the_handle_usable(opened, ctrl_c):
     assert rollout.replicate() == 1
 
 
-@only_memory
 @pytest.mark.parametrize("leaver", ["the first", "the second"])
 def test_a_peer_that_leaves_in_order_is_no_accident_to_unpublish(endpoint, leaver):
     model = "m-" + uuid.uuid4().hex[:8]
@@ -551,7 +546,6 @@ def test_a_peer_that_leaves_in_order_is_no_accident_to_unpublish(endpoint, leave
     left.close(linger_s=0.0)
 
 
-@only_memory
 @pytest.mark.parametrize(("alarm_s", "level"), [(0.0, "WARNING"), (60.0, "INFO")])
 def test_a_long_wait_says_what_it_waits_for(opened, endpoint, monkeypatch, caplog, alarm_s, level):
     caplog.set_level("INFO")
@@ -579,6 +573,7 @@ def test_a_long_wait_says_what_it_waits_for(opened, endpoint, monkeypatch, caplo
     assert f"{there!r} (version 6)" in line.getMessage()
 
 
+@both_stores
 def test_tied_tensors_are_read_once_and_arrive_under_both_names(opened, monkeypatch):
     for name in ("BATCH_BYTES", "STEP_BYTES"):  # so that a batch is not all of it
         monkeypatch.setattr(batches, name, 4096)
@@ -615,6 +610,7 @@ def test_a_handle_is_not_closed_nor_called_within_one_of_its_calls(etcd_endpoint
     assert handle.is_closed
 
 
+@both_stores
 def test_close_tells_readers_before_it_frees_the_tensors(opened):
     memory = np.zeros(1 << 20, np.uint8)
     handle = opened("t")
@@ -629,7 +625,6 @@ def test_close_tells_readers_before_it_frees_the_tensors(opened):
     assert words == [0]
 
 
-@only_memory
 def test_close_ends_a_read_that_does_not_go_on(opened, monkeypatch):
     publisher(opened, {"w": torch.zeros(3)})
     rollout = opened("rollout", {"w": torch.zeros(3)})
@@ -727,7 +722,6 @@ def test_rows_are_read_for_an_eighth_of_them_only_where_each_span_is_dear(
     assert found == pytest.approx(amplification, rel=0.01)
 
 
-@only_memory
 def test_ctrl_c_at_the_very_end_of_a_call_does_not_take_its_number_away(opened):
     """It comes between the call's good end and its return."""
     handle = opened("t", {"w": torch.ones(3)})

@@ -6,9 +6,10 @@ import time
 import uuid
 from pathlib import Path
 
+import kit
 import pytest
 import torch
-from kit import inside, read_only
+from kit import both_stores, inside, read_only
 
 import torch_ros
 import torch_ros.bucket
@@ -31,7 +32,7 @@ from torch_ros.protocol.call import GroupCall
 from torch_ros.store import run
 
 pytest.importorskip("obstore")
-memory_only = pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+endpoint = pytest.fixture(kit.store)  # in memory, where nothing else is said
 TTL_S = 2
 QUIET_S = 2 * TTL_S  # at least, before a bucket is asked
 A_WHILE_S = 1.5  # in which quiet that lasts a moment has ended
@@ -132,6 +133,7 @@ def spoil(url, version):
 
 
 @pytest.mark.long
+@both_stores
 def test_a_trainer_that_begins_again_has_the_buckets_newest_and_publishes_the_next(
     archived, begun, opened, url, patient
 ):
@@ -159,7 +161,6 @@ def test_a_trainer_that_begins_again_has_the_buckets_newest_and_publishes_the_ne
     assert opened("late").list() == {9: {"trainer", "rollout"}}
 
 
-@memory_only
 def test_a_run_that_etcd_has_forgotten_goes_on_under_its_name_in_the_bucket(archived, url, caplog):
     name = archived(7, 8)
     [model] = [path.name for path in Path(url).iterdir() if "another" not in path.name]
@@ -185,7 +186,6 @@ def test_a_run_that_etcd_has_forgotten_goes_on_under_its_name_in_the_bucket(arch
     assert "new run" not in caplog.text
 
 
-@memory_only
 def test_a_bucket_that_does_not_answer_holds_up_no_open(opened, url, monkeypatch, caplog):
     stays = threading.Event()
     monkeypatch.setattr(flow, "RUN_S", 0.5)
@@ -202,7 +202,6 @@ def test_a_bucket_that_does_not_answer_holds_up_no_open(opened, url, monkeypatch
         stays.set()
 
 
-@memory_only
 def test_the_lineage_that_has_ended_is_passed_over(archived, begun):
     run = archived(3, 4)
     archived(3, run=run)
@@ -228,7 +227,6 @@ def test_no_bucket_is_asked_while_etcd_is_away(etcd_server, url, served, caplog,
     assert not served
 
 
-@memory_only
 def test_an_update_of_who_holds_nothing_has_the_buckets_newest_and_a_number_has_not(
     archived, begun, opened
 ):
@@ -242,7 +240,6 @@ def test_an_update_of_who_holds_nothing_has_the_buckets_newest_and_a_number_has_
     assert reader.update(7) is False
 
 
-@memory_only
 def test_a_version_that_does_not_fit_is_passed_over_and_if_none_fits_there_is_none(
     archived, begun, opened, url, caplog
 ):
@@ -258,7 +255,6 @@ def test_a_version_that_does_not_fit_is_passed_over_and_if_none_fits_there_is_no
 
 
 @pytest.mark.long
-@memory_only
 def test_none_is_said_of_an_empty_bucket_only_after_it_was_asked(begun, patient):
     reader, mine = begun()
     began_s = time.monotonic()
@@ -269,7 +265,6 @@ def test_none_is_said_of_an_empty_bucket_only_after_it_was_asked(begun, patient)
         reader.replicate("latest", timeout_s=A_WHILE_S)
 
 
-@memory_only
 def test_a_bucket_that_does_not_answer_is_an_error_only_where_none_may_be_said(
     opened, monkeypatch, caplog
 ):
@@ -286,7 +281,6 @@ def test_a_bucket_that_does_not_answer_is_an_error_only_where_none_may_be_said(
     assert "it waits on, and asks again" in caplog.text
 
 
-@memory_only
 @pytest.mark.parametrize("missing_ok", [False, True])
 def test_memory_that_may_only_be_read_is_named_before_a_bucket_is_read(
     archived, opened, url, tmp_path, missing_ok
@@ -298,7 +292,6 @@ def test_memory_that_may_only_be_read_is_named_before_a_bucket_is_read(
         reader.replicate("latest", missing_ok=missing_ok)
 
 
-@memory_only
 def test_a_corrupt_version_leads_to_the_one_before_and_if_none_is_left_that_is_said(
     archived, begun, url
 ):
@@ -318,7 +311,6 @@ def test_a_corrupt_version_leads_to_the_one_before_and_if_none_is_left_that_is_s
         assert reader.version is None
 
 
-@memory_only
 def test_a_store_that_fails_while_it_is_read_costs_no_version(archived, begun, monkeypatch):
     archived(7, 8)
     reader, mine = begun()
@@ -335,7 +327,6 @@ def test_a_store_that_fails_while_it_is_read_costs_no_version(archived, begun, m
     assert (mine["w"] == 8).all()
 
 
-@memory_only
 def test_a_version_of_which_a_file_is_gone_leads_to_the_one_before(archived, begun, url):
     archived(7, 8)
     [path] = Path(url).glob(f"*/*/data/{8:020d}-*/model.safetensors")
@@ -344,7 +335,6 @@ def test_a_version_of_which_a_file_is_gone_leads_to_the_one_before(archived, beg
     assert reader.replicate("latest") == 7
 
 
-@memory_only
 def test_tied_tensors_are_filled_once_with_the_first(archived, opened, url):
     archived(7, tied=torch.zeros(COUNT))
     reader, one = opened("reader", bucket=url, ttl_s=TTL_S), torch.zeros(COUNT)
@@ -355,7 +345,6 @@ def test_tied_tensors_are_filled_once_with_the_first(archived, opened, url):
     assert reader.last_read.bytes_read == path.stat().st_size  # once, and whole
 
 
-@memory_only
 def test_where_nothing_can_be_read_that_is_there_none_is_not_said(archived, begun, url):
     archived(7)
     reader, _ = begun()
@@ -367,7 +356,6 @@ def test_where_nothing_can_be_read_that_is_there_none_is_not_said(archived, begu
 
 
 @pytest.mark.long
-@memory_only
 def test_who_holds_what_cannot_be_read_from_is_waited_for_as_long_as_the_dead_are(archived, begun):
     archived(7)
     reader, _ = begun(retain=("latest",))
@@ -378,7 +366,6 @@ def test_who_holds_what_cannot_be_read_from_is_waited_for_as_long_as_the_dead_ar
     assert TTL_S < time.monotonic() - began_s < TTL_S + GAP_S + 5
 
 
-@memory_only
 def test_what_a_trainer_publishes_while_the_bucket_is_listed_is_read(
     archived, begun, opened, monkeypatch
 ):
@@ -401,7 +388,6 @@ def test_what_a_trainer_publishes_while_the_bucket_is_listed_is_read(
     assert (mine["w"] == 3).all()
 
 
-@memory_only
 def test_a_run_that_others_have_kept_alive_is_named_in_the_log(archived, begun, opened, caplog):
     run = archived(7)
     bystander = opened("bystander", run=run)
@@ -414,7 +400,6 @@ def test_a_run_that_others_have_kept_alive_is_named_in_the_log(archived, begun, 
     assert "has had versions up to 9; to publish from 7 on" in caplog.text
 
 
-@memory_only
 def test_versions_that_are_deltas_are_named_in_the_log_and_give_no_run(opened, begun, url, caplog):
     tensors = zeros()
     with opened("publisher") as trainer:
@@ -435,20 +420,17 @@ def test_versions_that_are_deltas_are_named_in_the_log_and_give_no_run(opened, b
     assert "1 up to 8 are newer, and deltas" in caplog.text
 
 
-@memory_only
 def test_no_run_has_the_name_of_what_comes_from_a_bucket(opened, url, monkeypatch):
     monkeypatch.setattr(stored.FallbackBucket, "newest_run", lambda _: (3, "bucket"))
     assert opened("trainer", bucket=url).run != "bucket"
 
 
-@memory_only
 def test_an_empty_url_is_no_bucket_whatever_the_environment_says(opened, url, monkeypatch):
     monkeypatch.setenv("TORCH_ROS_BUCKET", url)
     assert below(opened("trainer", bucket="")) is None
     assert below(opened("another")).url == url
 
 
-@memory_only
 def test_a_rank_whose_tensors_no_version_has_is_heard_by_all(archived, ranks, pool, url):
     archived(7)
 
@@ -462,7 +444,6 @@ def test_a_rank_whose_tensors_no_version_has_is_heard_by_all(archived, ranks, po
     list(pool.map(replicate, ranks("reader", bucket=url, ttl_s=TTL_S)))
 
 
-@memory_only
 def test_a_rank_without_a_bucket_does_not_say_none_for_all(archived, opened, pool, url):
     archived(7)
     options = {"world_size": 2, "ttl_s": TTL_S}
@@ -476,7 +457,6 @@ def test_a_rank_without_a_bucket_does_not_say_none_for_all(archived, opened, poo
         first.result()
 
 
-@memory_only
 def test_ranks_fill_their_own_tensors_and_are_told_of_each_others_failures(
     archived, ranks, pool, url
 ):
@@ -499,7 +479,6 @@ def test_ranks_fill_their_own_tensors_and_are_told_of_each_others_failures(
     assert (b["b"] == 6).all()
 
 
-@memory_only
 @pytest.mark.parametrize("first", ["corrupt", "refused"])
 def test_ranks_that_fail_in_two_ways_go_on_by_what_ended_their_call(
     archived, ranks, pool, url, monkeypatch, first
@@ -542,7 +521,6 @@ def test_ranks_that_fail_in_two_ways_go_on_by_what_ended_their_call(
     assert found == ([6, 6] if first == "corrupt" else [BucketError, BucketError])
 
 
-@memory_only
 @pytest.mark.parametrize("has_one", [0, 1])
 def test_a_rank_without_a_bucket_fails_the_call_of_all(archived, opened, pool, url, has_one):
     archived(7)
@@ -559,7 +537,6 @@ def test_a_rank_without_a_bucket_fails_the_call_of_all(archived, opened, pool, u
             call.result()
 
 
-@memory_only
 def test_who_has_held_a_trainers_version_waits_for_the_next_as_without_a_bucket(archived, begun):
     archived(7)
     trainer, _ = begun("trainer")
@@ -570,7 +547,6 @@ def test_who_has_held_a_trainers_version_waits_for_the_next_as_without_a_bucket(
     assert time.monotonic() - began_s < QUIET_S
 
 
-@memory_only
 def test_an_archiver_sees_nothing_of_what_comes_from_a_bucket(archived, begun, opened, url):
     archived(7)
     reader, _ = begun()
@@ -592,7 +568,6 @@ def test_an_archiver_sees_nothing_of_what_comes_from_a_bucket(archived, begun, o
     assert time.monotonic() - began_s < 5  # it stays for no archiver
 
 
-@memory_only
 def test_kernels_end_before_the_bucket_is_read_and_before_anything_is_shown(
     archived, begun, monkeypatch
 ):
@@ -615,7 +590,6 @@ def test_kernels_end_before_the_bucket_is_read_and_before_anything_is_shown(
     assert mailbox.word.mark
 
 
-@memory_only
 def test_a_read_that_takes_too_long_ends_with_its_deadline_and_says_how_far_it_was(
     archived, begun, monkeypatch
 ):
@@ -642,7 +616,6 @@ def test_a_read_that_takes_too_long_ends_with_its_deadline_and_says_how_far_it_w
     assert reader.version is None
 
 
-@memory_only
 def test_the_run_of_what_comes_from_a_bucket_cannot_be_asked_for(opened, url, monkeypatch):
     with pytest.raises(UsageError, match="run='bucket'"):
         opened("trainer", run="bucket")
@@ -653,7 +626,6 @@ def test_the_run_of_what_comes_from_a_bucket_cannot_be_asked_for(opened, url, mo
         opened("trainer")
 
 
-@memory_only
 def test_etcd_is_asked_as_often_with_a_bucket_as_without_while_somebody_holds_something(
     opened, url, monkeypatch
 ):

@@ -6,10 +6,11 @@ import threading
 import time
 from contextlib import suppress
 
+import kit
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from kit import at_once, inside, until
+from kit import at_once, both_stores, inside, until
 
 import torch_ros.dcp
 from torch_ros.errors import (
@@ -28,7 +29,7 @@ from torch_ros.protocol.records import ShardRecord, VersionRef
 from torch_ros.store.memory import MemoryKV
 from torch_ros.store.txn import Put, Txn
 
-only_memory = pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+endpoint = pytest.fixture(kit.store)  # in memory, where nothing else is said
 
 
 def published(handle, version, value=None):
@@ -70,6 +71,7 @@ def vanish(handle, *, for_good=False):
     group.kv.revoke(group.session.lease_id, timeout_s=5)
 
 
+@both_stores
 def test_a_trainer_waits_until_an_engine_uses_its_version(opened, trainer):
     rollout = engine(opened)
     assert says(trainer) == (None, None, None)
@@ -90,6 +92,7 @@ def test_a_trainer_waits_until_an_engine_uses_its_version(opened, trainer):
         rollout.read(2, {"w": torch.empty(4)})
 
 
+@both_stores
 def test_an_exception_rejects_and_an_empty_block_says_that_the_old_weights_are_back(
     opened, trainer
 ):
@@ -112,6 +115,7 @@ def test_an_exception_rejects_and_an_empty_block_says_that_the_old_weights_are_b
     assert says(trainer) == (2, None, None)  # refused at once
 
 
+@both_stores
 def test_several_engines_answer_each_for_itself(opened, trainer):
     good, bad = engine(opened, "good"), engine(opened, "bad")
     install(good, 1)
@@ -125,7 +129,6 @@ def test_several_engines_answer_each_for_itself(opened, trainer):
     assert list(trainer.wait_installed(1).active) == ["good"]  # named in that wait only
 
 
-@only_memory
 def test_all_ranks_or_none(opened, ranks, pool, trainer):
     pair = ranks("engine", 2, installs=True)
 
@@ -150,7 +153,6 @@ def test_all_ranks_or_none(opened, ranks, pool, trainer):
     assert says(trainer) == (1, None, None)
 
 
-@only_memory
 def test_a_rank_that_fails_before_its_peers_read_ends_their_block(ranks, pool, trainer):
     pair, failed = ranks("engine", 2, installs=True, timeout_s=15), threading.Event()
 
@@ -171,7 +173,6 @@ def test_a_rank_that_fails_before_its_peers_read_ends_their_block(ranks, pool, t
     assert says(trainer) == (1, None, None)
 
 
-@only_memory
 @pytest.mark.parametrize("when", ["before its peers read", "while they wait"])
 def test_a_rank_whose_block_is_refused_when_its_peers_are_in_it_ends_theirs(
     ranks, pool, trainer, when
@@ -207,7 +208,6 @@ def test_a_rank_whose_block_is_refused_when_its_peers_are_in_it_ends_theirs(
     assert says(trainer) == (1, None, None)
 
 
-@only_memory
 def test_a_block_brings_one_content_and_all_of_it(opened, trainer):
     rollout = engine(opened)
     with pytest.raises(UsageError, match="has read nothing"), rollout.installing(1):
@@ -233,6 +233,7 @@ def test_a_block_brings_one_content_and_all_of_it(opened, trainer):
 
 
 @pytest.mark.long
+@both_stores
 def test_a_missing_replica_has_not_answered_and_is_gone_after_two_ttls(opened, trainer):
     stays, dies = engine(opened, "stays"), engine(opened, "dies")
     for handle in (stays, dies):
@@ -248,7 +249,6 @@ def test_a_missing_replica_has_not_answered_and_is_gone_after_two_ttls(opened, t
     assert trainer.wait_installed(1).gone == ()
 
 
-@only_memory
 def test_time_in_which_etcd_does_not_answer_is_no_absence(trainer, monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(installing.time, "monotonic", lambda: clock[0])
@@ -259,6 +259,7 @@ def test_time_in_which_etcd_does_not_answer_is_no_absence(trainer, monkeypatch):
     assert told._missing_s == {"e": pytest.approx(2.5)}
 
 
+@both_stores
 def test_a_seat_that_is_lost_in_the_block_and_what_was_active_come_back(opened, trainer):
     rollout = engine(opened)
     with rollout.installing(1):
@@ -271,7 +272,6 @@ def test_a_seat_that_is_lost_in_the_block_and_what_was_active_come_back(opened, 
     assert says(trainer) == (1, None, None)
 
 
-@only_memory
 def test_ctrl_c_before_a_block_is_left_does_not_refuse_the_next(opened, trainer):
     rollout = engine(opened)
     lost = rollout.installing(1)
@@ -280,7 +280,6 @@ def test_ctrl_c_before_a_block_is_left_does_not_refuse_the_next(opened, trainer)
     assert says(trainer) == (1, None, None)
 
 
-@only_memory
 def test_an_install_in_the_block_of_another_ends_that(opened, trainer):
     rollout = engine(opened)
     with (
@@ -291,7 +290,6 @@ def test_an_install_in_the_block_of_another_ends_that(opened, trainer):
     install(rollout, 1)
 
 
-@only_memory
 def test_a_handle_that_is_closed_in_the_block_and_a_fork_tell_nobody(opened, trainer):
     rollout = engine(opened)
     with pytest.raises(ClosedError), rollout.installing(1):
@@ -308,7 +306,6 @@ def test_a_handle_that_is_closed_in_the_block_and_a_fork_tell_nobody(opened, tra
     assert says(trainer) == (1, None, None)
 
 
-@only_memory
 def test_latest_waits_out_what_is_older_and_an_older_run_is_another(opened, trainer):
     rollout, slow = engine(opened), opened("slow", {"w": torch.empty(4)})
     slow.replicate(1)
@@ -330,7 +327,6 @@ def install_within(handle, version, timeout_s):
         pass
 
 
-@only_memory
 def test_an_unreadable_record_holds_a_wait_while_its_replica_lives(opened, trainer):
     rollout = engine(opened)
     install(rollout, 1)
@@ -344,7 +340,6 @@ def test_an_unreadable_record_holds_a_wait_while_its_replica_lives(opened, train
         trainer.wait_installed(1, timeout_s=0.2)
 
 
-@only_memory
 def test_one_rank_asks_etcd_twice(opened, trainer, monkeypatch):
     rollout, asked = engine(opened), []
     install(rollout, 1)
@@ -362,7 +357,6 @@ def test_one_rank_asks_etcd_twice(opened, trainer, monkeypatch):
     assert len(asked) == 1
 
 
-@only_memory
 def test_a_version_that_does_not_come_takes_nothing_away(opened, trainer):
     rollout = engine(opened)
     install(rollout, 1)
@@ -412,7 +406,6 @@ def test_a_fresh_process_is_a_stranger_to_a_group_that_has_begun_an_install():
     assert membership._strange([_shard(FAILED, is_back=True), fresh]) == [1]
 
 
-@only_memory
 def test_no_later_call_mends_one_that_has_not_brought_all(opened, trainer):
     rollout = engine(opened)
     with (
@@ -459,7 +452,6 @@ def struck(line, block):
     return left <= 0
 
 
-@only_memory
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.long
 def test_ctrl_c_at_any_line_of_an_install_leaves_nobody_active(opened, trainer, fails):
@@ -482,7 +474,6 @@ def test_ctrl_c_at_any_line_of_an_install_leaves_nobody_active(opened, trainer, 
     assert line > 40
 
 
-@only_memory
 def test_what_one_thread_forgets_does_not_break_the_wait_of_another(trainer):
     told, others = trainer._installs, []
 
@@ -500,13 +491,11 @@ def test_what_one_thread_forgets_does_not_break_the_wait_of_another(trainer):
     assert told.heard_of() == ()
 
 
-@only_memory
 def test_one_name_is_no_list_of_replicas(trainer):
     with pytest.raises(UsageError, match="replicas='engine': expected a list"):
         trainer.wait_installed(1, replicas="engine")
 
 
-@only_memory
 def test_dcp_reads_within_installing_only(opened, trainer):
     rollout, state = engine(opened), {"w": torch.empty(4)}
     reader = torch_ros.dcp.ROSReader(1, handle=rollout)
@@ -518,7 +507,6 @@ def test_dcp_reads_within_installing_only(opened, trainer):
     assert says(trainer) == (1, None, None)
 
 
-@only_memory
 def test_the_same_number_with_another_content_takes_what_is_active_away(opened, trainer):
     rollout = engine(opened)
     install(rollout, 1)
@@ -532,7 +520,6 @@ def test_the_same_number_with_another_content_takes_what_is_active_away(opened, 
     assert other.installs()["engine"].active == inside(other).held
 
 
-@only_memory
 @pytest.mark.long
 def test_a_rank_that_fails_to_enter_what_is_active_ends_its_peers_block(
     ranks, pool, trainer, monkeypatch

@@ -3,11 +3,12 @@
 import threading
 from dataclasses import replace
 
+import kit
 import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from kit import inside, read_only
+from kit import both_stores, inside, read_only
 
 import torch_ros
 from torch_ros.dcp import ROSWriter
@@ -23,7 +24,7 @@ from torch_ros.features.reading.reads import Given
 from torch_ros.shard.checkpoint import LoadRequest
 from torch_ros.shard.verification import Verification
 
-only_memory = pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+endpoint = pytest.fixture(kit.store)  # in memory, where nothing else is said
 
 
 def content(seed=1):
@@ -51,6 +52,7 @@ def word(handle):
     return int(inside(handle).mailbox._word[0])
 
 
+@both_stores
 def test_contents_tell_every_name_with_its_dtype_and_shape(opened):
     publisher(opened)
     found = opened("engine").contents()
@@ -61,7 +63,6 @@ def test_contents_tell_every_name_with_its_dtype_and_shape(opened):
         assert found.tensors[fqn] == (tensor.dtype, tensor.shape)
 
 
-@only_memory
 def test_contents_are_of_all_ranks_and_tell_objects_apart(opened, ranks, pool):
     first, second = ranks("trainer")
     for handle, fqn in ((first, "a"), (second, "b")):
@@ -78,7 +79,6 @@ def test_contents_are_of_all_ranks_and_tell_objects_apart(opened, ranks, pool):
     assert found == torch_ros.Contents(5, tensors, ("step",), other.run, found.uid)
 
 
-@only_memory
 def test_contents_wait_for_a_version_and_say_when_it_is_gone(opened):
     engine = opened("engine")
     with pytest.raises(DeadlineExceeded, match="none is available yet"):
@@ -91,7 +91,6 @@ def test_contents_wait_for_a_version_and_say_when_it_is_gone(opened):
     assert engine.contents("latest").version == 2
 
 
-@only_memory
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("get", ["replicate", "stream"])
 def test_latest_is_the_newest_though_an_older_one_was_seen_before(opened, ranks, pool, get, count):
@@ -113,6 +112,7 @@ def test_latest_is_the_newest_though_an_older_one_was_seen_before(opened, ranks,
     assert list(pool.map(come, range(count))) == [2] * count
 
 
+@both_stores
 def test_a_read_brings_a_whole_version_or_a_part_and_serves_nothing(opened):
     trainer, engine = publisher(opened), opened("engine")
     for names in ((), ("w", "steps"), ("none",)):
@@ -128,7 +128,6 @@ def test_a_read_brings_a_whole_version_or_a_part_and_serves_nothing(opened):
         assert engine.list() == {1: {trainer.replica}}
 
 
-@only_memory
 @pytest.mark.parametrize("before", ["read", "register"])
 def test_a_read_into_the_same_tensors_looks_at_their_places_only(opened, before):
     trainer, engine, into = publisher(opened), opened("engine"), zeros()
@@ -146,7 +145,6 @@ def test_a_read_into_the_same_tensors_looks_at_their_places_only(opened, before)
     engine.serve()
 
 
-@only_memory
 @pytest.mark.parametrize("way", ["moved", "a box moved", "turned", "another", "by other names"])
 def test_a_read_into_other_places_than_before_finds_them(opened, way):
     made = {"w": torch.arange(16.0).view(4, 4), "v": torch.ones(4, 4)}
@@ -171,7 +169,6 @@ def test_a_read_into_other_places_than_before_finds_them(opened, way):
     assert all(torch.equal(found[fqn], one) for fqn, one in made.items())
 
 
-@only_memory
 def test_a_tensor_that_has_another_dtype_since_the_last_read_is_refused(opened):
     publisher(opened)
     engine, into = opened("engine"), zeros("w")
@@ -181,7 +178,6 @@ def test_a_tensor_that_has_another_dtype_since_the_last_read_is_refused(opened):
         engine.read(1, into)
 
 
-@only_memory
 @pytest.mark.parametrize(
     ("into", "found"),
     [
@@ -204,7 +200,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_given_up(opened, into, 
     assert engine.list() == {1: {"engine"}, 2: {"trainer"}}
 
 
-@only_memory
 def test_a_version_that_only_this_replica_has_is_not_given_up_to_read_it(opened):
     trainer = publisher(opened)
     with pytest.raises(UsageError, match="the only one that holds version 1"):
@@ -212,7 +207,6 @@ def test_a_version_that_only_this_replica_has_is_not_given_up_to_read_it(opened)
     assert trainer.version == 1
 
 
-@only_memory
 def test_an_error_on_one_rank_refuses_the_read_on_all_and_the_next_one_works(opened, ranks, pool):
     publisher(opened)
     engines = ranks("engine")
@@ -239,6 +233,7 @@ def test_an_error_on_one_rank_refuses_the_read_on_all_and_the_next_one_works(ope
     assert [handle.version for handle in engines] == [None, None]
 
 
+@both_stores
 def test_memory_that_may_only_be_read_is_published_and_not_read_into(opened, tmp_path):
     bad = zeros("b") | {"w": read_only(tmp_path / "w", 6, 4)}
     publisher(opened, tensors=bad)
@@ -255,7 +250,6 @@ def test_memory_that_may_only_be_read_is_published_and_not_read_into(opened, tmp
     assert (reader.version, other.version) == (1, None)
 
 
-@only_memory
 def test_memory_of_one_rank_that_may_only_be_read_ends_the_call_on_all(
     opened, ranks, pool, tmp_path
 ):
@@ -273,7 +267,6 @@ def test_memory_of_one_rank_that_may_only_be_read_ends_the_call_on_all(
     assert [handle.version for handle in engines] == [None, None]
 
 
-@only_memory
 def test_all_ranks_read_the_same_version_whatever_each_saw_first(opened, ranks, pool):
     trainer = publisher(opened)
     engines, into = ranks("engine"), [zeros("steps"), zeros("steps")]
@@ -285,7 +278,6 @@ def test_all_ranks_read_the_same_version_whatever_each_saw_first(opened, ranks, 
         assert len({report.version for report in reports}) == 1
 
 
-@only_memory
 def test_parts_that_overlap_are_not_taken_for_the_whole_where_digests_are_compared(
     opened, ranks, pool
 ):
@@ -303,6 +295,7 @@ def test_parts_that_overlap_are_not_taken_for_the_whole_where_digests_are_compar
     assert torch.equal(rows[1], whole[1:3])
 
 
+@both_stores
 def test_a_second_read_into_the_same_tensors_registers_nothing(opened):
     trainer, engine, into = publisher(opened), opened("engine"), zeros()
     engine.read(1, into)
@@ -315,7 +308,6 @@ def test_a_second_read_into_the_same_tensors_registers_nothing(opened):
     assert inside(engine).mailbox._tensors is None
 
 
-@only_memory
 def test_a_read_that_fails_holds_nothing_and_forgets_the_tensors(opened):
     trainer, engine = publisher(opened), opened("engine")
     with pytest.raises(DeadlineExceeded):
@@ -343,6 +335,7 @@ def refused_to_serve(engine, error, match=""):
     assert engine.replica not in engine.list().get(1, ())
 
 
+@both_stores
 def test_what_was_read_is_served_where_it_lies_until_it_is_unpublished(opened):
     trainer = publisher(opened)
     engine, into = reader(opened)
@@ -358,7 +351,6 @@ def test_what_was_read_is_served_where_it_lies_until_it_is_unpublished(opened):
     assert engine.list() == {}
 
 
-@only_memory
 def test_a_version_that_nobody_holds_any_more_is_there_again_when_it_is_served(opened):
     trainer = publisher(opened)
     engine, _ = reader(opened)
@@ -369,7 +361,6 @@ def test_a_version_that_nobody_holds_any_more_is_there_again_when_it_is_served(o
     assert follower.replicate(1) == 1
 
 
-@only_memory
 def test_there_is_nothing_to_serve_unless_it_was_read_and_nothing_has_come_since(opened):
     trainer = publisher(opened)
     engine = opened("engine")
@@ -396,7 +387,6 @@ def test_there_is_nothing_to_serve_unless_it_was_read_and_nothing_has_come_since
     assert trainer.list() == {1: {"trainer", "engine"}}
 
 
-@only_memory
 def test_a_part_is_not_served_and_what_it_lacks_is_named(opened):
     publisher(opened)
     engine, _ = reader(opened, names=["w", "b"])
@@ -404,7 +394,6 @@ def test_a_part_is_not_served_and_what_it_lacks_is_named(opened):
     refused_to_serve(engine, ManifestMismatch, f"found {lacking} that no .* is not served")
 
 
-@only_memory
 def test_a_part_of_a_tensor_is_not_served(opened):
     publisher(opened, tensors={"w": torch.ones(4, 4)})
     engine = opened("engine")
@@ -413,7 +402,6 @@ def test_a_part_of_a_tensor_is_not_served(opened):
     refused_to_serve(engine, ManifestMismatch, "every element")
 
 
-@only_memory
 @pytest.mark.parametrize("depth", ["sampled", "full"])
 @pytest.mark.parametrize(("theirs", "ours"), [(True, True), (True, False), (False, True)])
 def test_what_was_written_to_is_not_served_where_anybody_has_digests(opened, depth, theirs, ours):
@@ -428,7 +416,6 @@ def test_what_was_written_to_is_not_served_where_anybody_has_digests(opened, dep
     assert torch.equal(got["w"], content()["w"])
 
 
-@only_memory
 def test_a_version_that_is_gone_or_was_published_anew_is_not_served(opened):
     trainer = publisher(opened)
     engine, _ = reader(opened)
@@ -441,7 +428,6 @@ def test_a_version_that_is_gone_or_was_published_anew_is_not_served(opened):
     refused_to_serve(engine, VersionNotFound, "gone")
 
 
-@only_memory
 def test_ranks_serve_together_or_not_at_all(opened, ranks, pool):
     trainer = opened("trainer", content(), digests="full")
     trainer.publish(1)
@@ -471,7 +457,6 @@ def test_ranks_serve_together_or_not_at_all(opened, ranks, pool):
     assert torch.equal(got["b"], content()["b"])
 
 
-@only_memory
 def test_ranks_that_read_different_versions_serve_neither(opened, ranks, pool):
     publisher(opened)
     engines = ranks("engine")
@@ -490,7 +475,6 @@ def test_ranks_that_read_different_versions_serve_neither(opened, ranks, pool):
     assert [engine.version for engine in engines] == [None, None]
 
 
-@only_memory
 def test_what_a_reader_of_a_relay_lacks_is_named(opened, pool, monkeypatch):
     begun, come, expect = threading.Event(), threading.Event(), Verification.expect
 

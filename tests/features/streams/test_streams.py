@@ -7,10 +7,11 @@ import threading
 import time
 from contextlib import suppress
 
+import kit
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from kit import inside, until
+from kit import both_stores, inside, until
 
 import torch_ros
 from torch_ros.dcp import ROSWriter
@@ -30,7 +31,7 @@ from torch_ros.store.txn import Read
 from torch_ros.transfer.batches import Preparation
 from torch_ros.transfer.card import WORD_BYTES
 
-only_memory = pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
+endpoint = pytest.fixture(kit.store)  # in memory, where nothing else is said
 ROW = 1024  # bytes of one of the tensors below
 
 
@@ -70,6 +71,7 @@ def patient(monkeypatch):
 # What comes out
 
 
+@both_stores
 def test_every_tensor_comes_whole_in_the_order_that_was_asked_for(opened):
     tensors = {
         **rows(9),
@@ -100,7 +102,6 @@ def _same(tensor, other):
     return True
 
 
-@only_memory
 def test_sharded_and_replicated_sources_are_put_together(opened, ranks, pool):
     whole = torch.randn(8, 6)
     trainers = ranks("trainer", 2)
@@ -114,7 +115,6 @@ def test_sharded_and_replicated_sources_are_put_together(opened, ranks, pool):
     assert _same(got["equal"], torch.arange(5.0))
 
 
-@only_memory
 def test_a_tensor_is_valid_until_its_buffer_ends_and_a_buffer_is_filled_while_one_is_used(opened):
     tensors = rows(8)
     publisher(opened, tensors)
@@ -132,7 +132,6 @@ def test_a_tensor_is_valid_until_its_buffer_ends_and_a_buffer_is_filled_while_on
             here = []
 
 
-@only_memory
 def test_memory_is_two_buffers_and_a_larger_tensor_has_one_for_itself(opened):
     tensors = {**rows(6), "large": torch.randn(4 * ROW // 4)}
     publisher(opened, tensors)
@@ -141,7 +140,6 @@ def test_memory_is_two_buffers_and_a_larger_tensor_has_one_for_itself(opened):
     assert len(list(stream)) == 7
 
 
-@only_memory
 def test_the_next_stream_finds_all_prepared_unless_a_tensor_of_the_last_one_is_kept(
     opened, monkeypatch
 ):
@@ -199,6 +197,7 @@ def tensors_in(prefix, count, *others):
 
 
 @pytest.mark.long
+@both_stores
 def test_a_stream_leaves_what_is_held_and_served_alone(opened):
     trainer, engine = publisher(opened, rows(6)), opened("engine")
     mine = {fqn: torch.zeros_like(tensor) for fqn, tensor in rows(6).items()}
@@ -221,7 +220,6 @@ def test_a_stream_leaves_what_is_held_and_served_alone(opened):
     assert engine.version == 2
 
 
-@only_memory
 def test_several_streams_of_one_handle_do_not_disturb_each_other(opened, pool):
     tensors = rows(12)
     publisher(opened, tensors)
@@ -235,7 +233,6 @@ def test_several_streams_of_one_handle_do_not_disturb_each_other(opened, pool):
     until(lambda: is_over(engine))
 
 
-@only_memory
 def test_the_ranks_of_a_group_stream_different_names_of_the_same_version(opened, ranks, pool):
     trainer = publisher(opened, rows(6))
     engines = ranks("engine")
@@ -253,7 +250,6 @@ def test_the_ranks_of_a_group_stream_different_names_of_the_same_version(opened,
     assert [len(inside(e).group.ledger.ended) for e in engines] == [3, 3]
 
 
-@only_memory
 def test_bad_arguments_of_one_rank_are_no_business_of_the_others(opened, ranks, pool):
     publisher(opened, rows(3))
     engines = ranks("engine")
@@ -275,7 +271,6 @@ def test_bad_arguments_of_one_rank_are_no_business_of_the_others(opened, ranks, 
     assert is_over(engines[0])
 
 
-@only_memory
 def test_a_name_that_is_no_tensor_of_the_version_is_refused_at_once(opened):
     trainer = opened("trainer")
     writer = ROSWriter(1, handle=trainer)
@@ -294,7 +289,6 @@ def test_a_name_that_is_no_tensor_of_the_version_is_refused_at_once(opened):
 # Consumers that stand still
 
 
-@only_memory
 def test_a_source_that_has_the_version_again_by_another_call_is_looked_at_anew(opened, patient):
     tensors = rows(8)
     trainer, source = publisher(opened, tensors), opened("source")
@@ -322,6 +316,7 @@ def test_a_source_that_has_the_version_again_by_another_call_is_looked_at_anew(o
 
 
 @pytest.mark.long
+@both_stores
 def test_time_in_which_the_consumer_does_other_things_is_no_waiting(opened):
     tensors = rows(6)
     publisher(opened, tensors)
@@ -335,6 +330,7 @@ def test_time_in_which_the_consumer_does_other_things_is_no_waiting(opened):
 
 
 @pytest.mark.long
+@both_stores
 def test_a_stream_that_is_dropped_closed_or_left_leaves_nothing(opened):
     tensors = rows(9)
     trainer, engine = publisher(opened, tensors), opened("engine")
@@ -371,6 +367,7 @@ def test_a_stream_that_is_dropped_closed_or_left_leaves_nothing(opened):
     assert time.monotonic() - began_s < 5
 
 
+@both_stores
 def test_closing_the_handle_ends_its_streams(opened):
     tensors = rows(9)
     trainer, engine = publisher(opened, tensors), opened("engine")
@@ -389,7 +386,6 @@ def test_closing_the_handle_ends_its_streams(opened):
     assert list(streams[0]) == []
 
 
-@only_memory
 def test_a_stream_that_is_closed_waits_for_no_word_of_a_mute_source(opened, monkeypatch):
     tensors = rows(5)
     publisher(opened, tensors)
@@ -414,7 +410,6 @@ def test_a_stream_that_is_closed_waits_for_no_word_of_a_mute_source(opened, monk
     mute.clear()
 
 
-@only_memory
 def test_ctrl_c_while_a_buffer_is_awaited_costs_nothing(opened, monkeypatch):
     tensors = rows(4)
     publisher(opened, tensors)
@@ -445,7 +440,6 @@ def test_ctrl_c_while_a_buffer_is_awaited_costs_nothing(opened, monkeypatch):
     assert came == list(tensors)
 
 
-@only_memory
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a finalizer
 def test_ctrl_c_at_any_line_of_the_consumer_costs_nothing(opened, patient, monkeypatch):
     monkeypatch.setattr(filling, "LOOK_S", 0.05)
@@ -490,7 +484,6 @@ def struck(call, at_line):
     return next(lines) > at_line
 
 
-@only_memory
 def test_a_handle_that_closes_beside_a_stream_that_begins_leaves_none(opened, monkeypatch):
     tensors = rows(5)
     publisher(opened, tensors)
@@ -508,7 +501,6 @@ def test_a_handle_that_closes_beside_a_stream_that_begins_leaves_none(opened, mo
     inside(engine).is_closed = False
 
 
-@only_memory
 def test_a_reading_that_another_stream_takes_first_is_not_missed(opened):
     tensors = rows(5)
     publisher(opened, tensors)
@@ -528,7 +520,6 @@ def test_a_reading_that_another_stream_takes_first_is_not_missed(opened):
 # Sources that fail
 
 
-@only_memory
 def test_what_is_not_what_was_published_is_read_elsewhere_or_refused(opened):
     tensors = rows(4)
     trainer = publisher(opened, tensors, digests="full")
@@ -546,7 +537,6 @@ def test_what_is_not_what_was_published_is_read_elsewhere_or_refused(opened):
     assert trainer.version == 1
 
 
-@only_memory
 def test_a_mute_source_is_not_left_for_one_that_has_failed_before(opened):
     tensors = rows(5)
     holders = [publisher(opened, tensors), opened("other")]
@@ -561,7 +551,6 @@ def test_a_mute_source_is_not_left_for_one_that_has_failed_before(opened):
     assert not supply.feed.source.has_other(5.0)
 
 
-@only_memory
 def test_digests_of_the_first_source_hold_for_those_that_have_none(opened):
     tensors = rows(5)
     trainer, other = publisher(opened, tensors, digests="full"), opened("other")
@@ -588,7 +577,6 @@ def test_digests_of_the_first_source_hold_for_those_that_have_none(opened):
     assert (tally.corrupt, tally.reroutes) == (2, 2)  # the trainer was lost, then other's bytes
 
 
-@only_memory
 def test_a_lease_of_a_stream_that_ends_costs_one_request_more(opened):
     tensors = rows(6)
     publisher(opened, tensors)
