@@ -23,18 +23,12 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 import torch_ros
 import torch_ros.bucket
 from puppets.objects import ObjectServer
+from torch_ros import errors
 from torch_ros.bucket import archive, files, reading
 from torch_ros.bucket.archive import Archiver, Form
 from torch_ros.checkpoints.framing import INDEX, NAMES
 from torch_ros.checkpoints.mapped import mapped
 from torch_ros.cli import main
-from torch_ros.errors import (
-    BucketError,
-    ManifestMismatch,
-    UnreadableVersion,
-    UsageError,
-    VersionNotFound,
-)
 from torch_ros.weights.local import build, local_chunks
 
 pytest.importorskip("obstore")
@@ -225,7 +219,7 @@ def test_transformers_loads_an_archived_version(archived, tmp_path):
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_name_that_files_have_for_something_else_is_refused(archived, bucket, streams):
-    with pytest.raises(UsageError, match="'__metadata__'"):
+    with pytest.raises(errors.UsageError, match="'__metadata__'"):
         archived(1, {"__metadata__": torch.ones(2)}, form=Form(streams=streams))
     assert bucket.list() == {}
 
@@ -233,14 +227,14 @@ def test_a_name_that_files_have_for_something_else_is_refused(archived, bucket, 
 def test_what_does_not_fit_is_refused_and_nothing_is_written(archived, bucket):
     archived(7, {"w": torch.ones(4), "v": torch.ones(2)})
     mine = {"w": torch.zeros(4), "v": torch.zeros(2, dtype=torch.float64)}
-    with pytest.raises(ManifestMismatch, match="'v'.*does not cast"):
+    with pytest.raises(errors.ManifestMismatch, match="'v'.*does not cast"):
         bucket.load(mine)
-    with pytest.raises(ManifestMismatch, match="missing from the version"):
+    with pytest.raises(errors.ManifestMismatch, match="missing from the version"):
         bucket.load({"w": mine["w"], "u": torch.zeros(1)})
-    with pytest.raises(VersionNotFound, match="the bucket has 7"):
+    with pytest.raises(errors.VersionNotFound, match="the bucket has 7"):
         bucket.load({"w": mine["w"]}, 6)
     for _ in range(2):
-        with pytest.raises(UsageError, match="expected a mapping"):
+        with pytest.raises(errors.UsageError, match="expected a mapping"):
             bucket.load([mine["w"]])
         assert not mine["w"].any()
         bucket.load({"w": torch.zeros(4)})
@@ -250,7 +244,9 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(archived, bucket):
 def test_memory_that_may_only_be_read_is_named_and_nothing_is_written(archived, bucket, tmp_path):
     archived(1, {"a": torch.ones(9), "w": torch.ones(5, 3)})
     tensors = {"a": torch.zeros(9), "w": read_only(tmp_path / "w", 5, 3)}
-    with pytest.raises(UsageError, match="load: tensor 'w' lies in memory that .* may only read"):
+    with pytest.raises(
+        errors.UsageError, match="load: tensor 'w' lies in memory that .* may only read"
+    ):
         bucket.load(tensors)
     assert not tensors["a"].any()
 
@@ -333,7 +329,7 @@ def test_a_file_that_is_not_what_was_archived_is_refused(archived, bucket, tmp_p
         other.write_bytes(content)
     else:
         spoil(other, how)
-    with pytest.raises(BucketError, match=r"model-0000\d-of-00002"):
+    with pytest.raises(errors.BucketError, match=r"model-0000\d-of-00002"):
         bucket.load({"a": torch.zeros(500), "b": torch.zeros(500)})
     if how != "swapped":
         assert bucket.load({"a": torch.zeros(500)}) == 7  # it does not need the other file
@@ -348,7 +344,7 @@ def test_a_manifest_that_is_not_what_was_archived_is_refused(archived, bucket, t
         spoil(eight, how)
     else:
         eight.write_bytes(seven.read_bytes())
-    with pytest.raises(BucketError, match="read another version"):
+    with pytest.raises(errors.BucketError, match="read another version"):
         bucket.load({"a": torch.zeros(5)})
     assert bucket.load({"a": torch.zeros(5)}, "latest-1") == 7
 
@@ -361,10 +357,10 @@ def test_what_is_no_file_or_larger_than_any_manifest_is_refused_and_not_read(
     [file] = (tmp_path / "bucket").rglob("*.safetensors")
     file.unlink()
     os.mkfifo(file)
-    with pytest.raises(UnreadableVersion, match="it is no file"):
+    with pytest.raises(errors.UnreadableVersion, match="it is no file"):
         bucket.load({"w": torch.zeros(4)})
     os.truncate(manifest, 1 << 40)
-    with pytest.raises(UnreadableVersion, match=f"it has {1 << 40} bytes, expected at most"):
+    with pytest.raises(errors.UnreadableVersion, match=f"it has {1 << 40} bytes, expected at most"):
         bucket.contents()
 
 
@@ -386,7 +382,7 @@ def test_only_a_copy_that_torch_cannot_make_is_told_as_too_little_memory(
 )
 def test_a_file_that_cannot_be_looked_at_is_an_error_of_the_bucket(archived, bucket, read):
     archived(7, {"w": torch.ones(4)})
-    with pytest.raises(BucketError, match="File name too long"):
+    with pytest.raises(errors.BucketError, match="File name too long"):
         read(bucket.store, "n" * 256)
 
 
@@ -445,7 +441,7 @@ def test_an_upload_that_takes_half_of_the_grace_is_no_version(archived, bucket, 
         return clock[0]
 
     monkeypatch.setattr(archive, "monotonic", later)
-    with pytest.raises(BucketError, match="half of the grace"):
+    with pytest.raises(errors.BucketError, match="half of the grace"):
         archived(7, {"a": torch.ones(5)}, grace_s=100)
     assert bucket.list() == {}
 
@@ -481,7 +477,7 @@ def test_a_version_that_is_published_anew_while_it_is_looked_at_is_given_up(
 
     monkeypatch.setattr(handle, "contents", looked_at)
     archiver = Archiver(handle, bucket, keep=5)
-    with pytest.raises(VersionNotFound, match="published anew"):
+    with pytest.raises(errors.VersionNotFound, match="published anew"):
         archiver.archive(lambda *_: None)
     assert bucket.list() == {}
     monkeypatch.setattr(handle, "contents", contents)
@@ -549,7 +545,7 @@ def test_files_that_another_archiver_collects_make_no_version(
         return do(*given)
 
     monkeypatch.setattr(bucket.store, before, after_all_has_gone)
-    with pytest.raises(BucketError, match="another archiver may collect here"):
+    with pytest.raises(errors.BucketError, match="another archiver may collect here"):
         archiver.archive(lambda *_: None)
     monkeypatch.undo()
     assert bucket.list() == {}
@@ -602,7 +598,7 @@ def test_a_store_that_fails_leaves_no_version_and_the_next_attempt_is_whole(
         )
         for number in range(1, 4):  # the first requests are a list and the beginning of a file
             server.faults[:] = ["503"] * 0 + [None] * number + ["deny"]
-            with pytest.raises(BucketError):
+            with pytest.raises(errors.BucketError):
                 archiver.archive(lambda *_: None)
             server.faults[:] = []
             assert bucket.list() == {}
@@ -629,7 +625,7 @@ def test_a_manifest_that_cannot_be_read_is_replaced_if_it_is_the_newest(
     archived(7, {"a": torch.ones(5)}, close=False)
     [path] = (tmp_path / "bucket").rglob("*.json")
     spoil(path, "truncated")
-    with pytest.raises(BucketError):
+    with pytest.raises(errors.BucketError):
         bucket.load({"a": torch.zeros(5)})
     assert Archiver(opened("next", spot=True), bucket, keep=5).archive(lambda *_: None).version == 7
     assert "it does not count, and is replaced if it is the newest" in caplog.text
@@ -741,12 +737,12 @@ def test_a_grace_is_a_time(capsys, grace):
 
 def test_a_bad_url_or_model_is_named():
     for url, model in (("", "m"), ("memory://x", ""), (None, "m"), ("memory://x", 7)):
-        with pytest.raises(UsageError):
+        with pytest.raises(errors.UsageError):
             torch_ros.bucket.open(url, model)
     for model in (".", ".."):
-        with pytest.raises(UsageError, match="no store has a folder of that name"):
+        with pytest.raises(errors.UsageError, match="no store has a folder of that name"):
             torch_ros.bucket.open("memory://x", model)
     for url in ("s3://b?x=y", "memory://x#1", "file://elsewhere/x", "ftp://x", "s3://", "file://"):
-        with pytest.raises(UsageError, match="names no store"):
+        with pytest.raises(errors.UsageError, match="names no store"):
             torch_ros.bucket.open(url, "m")
     assert torch_ros.bucket.open(f"memory://{uuid.uuid4().hex}", "m").list() == {}

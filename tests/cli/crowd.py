@@ -1,14 +1,7 @@
 """The records that many replicas would leave in a store, written by one process."""
 
+from torch_ros.protocol import records
 from torch_ros.protocol.keys import Keys, instance
-from torch_ros.protocol.records import (
-    GroupRecord,
-    Holding,
-    Reader,
-    RunRecord,
-    SchemaRecord,
-    VersionRecord,
-)
 from torch_ros.protocol.schema import SCHEMA
 from torch_ros.release import RELEASE
 from torch_ros.store.txn import Delete, Put, Txn, one
@@ -23,22 +16,22 @@ class Crowd:
 
     def __init__(self, kv, model):
         self.kv, self.keys, self.ops, self.places = kv, Keys(model), [], {}
-        self._put(self.keys.schema(), SchemaRecord(SCHEMA, RELEASE))
-        self._put(self.keys.run(RUN), RunRecord("trainer", 1))
+        self._put(self.keys.schema(), records.SchemaRecord(SCHEMA, RELEASE))
+        self._put(self.keys.run(RUN), records.RunRecord("trainer", 1))
 
     def join(self, name, datacenter="default", **more):
         self.places[name] = datacenter
-        group = GroupRecord(NONCE, 8, RUN, is_complete=True, datacenter=datacenter, **more)
+        group = records.GroupRecord(NONCE, 8, RUN, is_complete=True, datacenter=datacenter, **more)
         self._put(self.keys.group(name), group)
 
     def publish(self, name, version):
-        self._put(self.keys.version(RUN, version), VersionRecord(f"u{version}", LAYOUT))
+        self._put(self.keys.version(RUN, version), records.VersionRecord(f"u{version}", LAYOUT))
         self.hold(name, version, is_original=True)
 
     def read(self, name, source, version):
         self.hold(name, version, "filling", is_relay=True)
         reader = self.keys.reader_group(RUN, version, *map(inst, (source, name)))
-        self._put(reader, Reader(1))
+        self._put(reader, records.Reader(1))
 
     def arrive(self, name, source, version):
         self.ops.append(
@@ -48,7 +41,9 @@ class Crowd:
 
     def hold(self, name, version, state="full", **more):
         place = self.places[name]
-        self._put(self._holding(name, version), Holding(f"u{version}", 1, state, 8, place, **more))
+        self._put(
+            self._holding(name, version), records.Holding(f"u{version}", 1, state, 8, place, **more)
+        )
 
     def drop(self, name, version):
         self.ops.append(Delete(one(self._holding(name, version))))

@@ -10,29 +10,9 @@ import pytest
 from kit import until
 
 from torch_ros.errors import ClosedError, UsageError
+from torch_ros.store import txn
 from torch_ros.store.etcd import EtcdKV
 from torch_ros.store.memory import MemoryKV
-from torch_ros.store.txn import (
-    UNKNOWN,
-    Count,
-    Created,
-    Delete,
-    Empty,
-    Entry,
-    Follow,
-    Get,
-    NoneNewer,
-    Put,
-    Range,
-    Read,
-    Sample,
-    Txn,
-    Unchanged,
-    Unseen,
-    Watch,
-    one,
-    under,
-)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -49,25 +29,25 @@ class Store:
         return self.prefix + name
 
     def read(self, *ranges):
-        return self.kv.read(Read(ranges or (under(self.prefix),)), timeout_s=TIMEOUT_S)
+        return self.kv.read(txn.Read(ranges or (txn.under(self.prefix),)), timeout_s=TIMEOUT_S)
 
     def names(self, *ranges):
         view = self.read(*ranges)
-        return [key.removeprefix(self.prefix) for key, _ in view.seen(under(self.prefix))]
+        return [key.removeprefix(self.prefix) for key, _ in view.seen(txn.under(self.prefix))]
 
     def commit(self, *ops, guards=()):
-        reply = self.kv.commit(Txn(tuple(guards), tuple(ops)), timeout_s=TIMEOUT_S)
-        assert reply != UNKNOWN
+        reply = self.kv.commit(txn.Txn(tuple(guards), tuple(ops)), timeout_s=TIMEOUT_S)
+        assert reply != txn.UNKNOWN
         return reply
 
     def put(self, name, value=b"", lease_id=0):
-        return self.commit(Put(self.key(name), value, lease_id)).rev
+        return self.commit(txn.Put(self.key(name), value, lease_id)).rev
 
     def delete(self, name):
-        return self.commit(Delete(one(self.key(name)))).rev
+        return self.commit(txn.Delete(txn.one(self.key(name)))).rev
 
     def wait(self, after_rev, *ranges, timeout_s=TIMEOUT_S):
-        watch = Watch(ranges or (under(self.prefix),), after_rev, "a test waits")
+        watch = txn.Watch(ranges or (txn.under(self.prefix),), after_rev, "a test waits")
         return self.kv.wait(watch, timeout_s=timeout_s)
 
     def grant(self, ttl_s=60):
@@ -105,7 +85,7 @@ def threads():
 
 def test_reading_nothing_tells_the_revision(store):
     rev = store.put("a")
-    view = store.kv.read(Read(()), timeout_s=TIMEOUT_S)
+    view = store.kv.read(txn.Read(()), timeout_s=TIMEOUT_S)
     assert view.rev >= rev
     assert not view.entries
 
@@ -114,8 +94,8 @@ def samples(store, **samples):
     """Four records, the oldest written again; then samples of them, by name."""
     revs = {name: store.put(f"p/{name}") for name in "dbca"}
     store.put("p/d")
-    range_ = under(store.key("p/"))
-    sample = Sample(range_, **{k: revs[v] if k == "before" else v for k, v in samples.items()})
+    range_ = txn.under(store.key("p/"))
+    sample = txn.Sample(range_, **{k: revs[v] if k == "before" else v for k, v in samples.items()})
     view = store.read(sample)
     return view, range_, "".join(key[-1] for key, _ in view.seen(range_))
 
@@ -157,40 +137,40 @@ def test_what_a_part_leaves_out_is_not_taken_for_absent(store):
         lambda: view.get(store.key("p/b")),
         lambda: view.unchanged(store.key("p/b")),
         lambda: view.within(range_),
-        lambda: view.within(under(store.prefix)),
+        lambda: view.within(txn.under(store.prefix)),
         lambda: view.get(store.key("elsewhere")),
     ):
-        with pytest.raises(Unseen):
+        with pytest.raises(txn.Unseen):
             look()
 
 
 def test_a_record_that_is_read_besides_a_part_is_known(store):
-    range_ = under(store.key("p/"))
+    range_ = txn.under(store.key("p/"))
     for name in "abc":
         store.put(f"p/{name}")
-    view = store.read(Sample(range_, 1), one(store.key("p/a")), one(store.key("p/0")))
+    view = store.read(txn.Sample(range_, 1), txn.one(store.key("p/a")), txn.one(store.key("p/0")))
     assert [key[-1] for key, _ in view.seen(range_)] == ["a", "c"]
     assert view.get(store.key("p/0")) is None
 
 
 def test_a_transaction_that_fails_shows_what_is_there(store):
-    range_, sample = under(store.prefix), Sample(under(store.prefix), 1)
+    range_, sample = txn.under(store.prefix), txn.Sample(txn.under(store.prefix), 1)
     for name in "ab":
         store.put(name, name.encode())
-    failing = (Unchanged(store.key("a"), 1),)
+    failing = (txn.Unchanged(store.key("a"), 1),)
 
     def fail(otherwise, ops=()):
-        return store.kv.commit(Txn(failing, ops, otherwise), timeout_s=TIMEOUT_S)
+        return store.kv.commit(txn.Txn(failing, ops, otherwise), timeout_s=TIMEOUT_S)
 
-    for ops in ((), (Put(store.key("c"), b""), Get(range_))):
+    for ops in ((), (txn.Put(store.key("c"), b""), txn.Get(range_))):
         lost = fail((range_,), ops)
         assert not lost.applied
         assert [entry.value for _, entry in lost.view.within(range_)] == [b"a", b"b"]
         assert lost.view.rev == lost.rev
-        lost = fail((sample, one(store.key("a"))), ops)
+        lost = fail((sample, txn.one(store.key("a"))), ops)
         assert len(lost.view.entries) == 2
         assert not lost.view.shows(range_)
-    assert store.kv.commit(Txn((), (), (range_,)), timeout_s=TIMEOUT_S).view is None
+    assert store.kv.commit(txn.Txn((), (), (range_,)), timeout_s=TIMEOUT_S).view is None
 
 
 # Guards
@@ -199,40 +179,40 @@ def test_a_transaction_that_fails_shows_what_is_there(store):
 def test_unchanged_holds_until_the_key_is_written(store):
     key = store.key("a")
     rev = store.put("a")
-    assert store.commit(guards=[Unchanged(key, rev)]).applied
+    assert store.commit(guards=[txn.Unchanged(key, rev)]).applied
     store.put("a")
-    assert not store.commit(guards=[Unchanged(key, rev)]).applied
+    assert not store.commit(guards=[txn.Unchanged(key, rev)]).applied
 
 
 def test_unchanged_at_zero_means_absent(store):
     key = store.key("a")
-    assert store.commit(guards=[Unchanged(key, 0)]).applied
+    assert store.commit(guards=[txn.Unchanged(key, 0)]).applied
     store.put("a")
-    assert not store.commit(guards=[Unchanged(key, 0)]).applied
+    assert not store.commit(guards=[txn.Unchanged(key, 0)]).applied
     store.delete("a")
-    assert store.commit(guards=[Unchanged(key, 0)]).applied
+    assert store.commit(guards=[txn.Unchanged(key, 0)]).applied
 
 
 def test_a_view_gives_the_guard_for_what_it_saw(store):
     before = store.read()
-    assert before.unchanged(store.key("a")) == Unchanged(store.key("a"), 0)
+    assert before.unchanged(store.key("a")) == txn.Unchanged(store.key("a"), 0)
     rev = store.put("a")
-    assert store.read().unchanged(store.key("a")) == Unchanged(store.key("a"), rev)
+    assert store.read().unchanged(store.key("a")) == txn.Unchanged(store.key("a"), rev)
 
 
 def test_created_holds_through_writes_and_fails_for_a_successor(store):
     key = store.key("a")
     rev = store.put("a", b"1")
     store.put("a", b"2")
-    assert store.commit(guards=[Created(key, rev)]).applied
+    assert store.commit(guards=[txn.Created(key, rev)]).applied
     store.delete("a")
-    assert not store.commit(guards=[Created(key, rev)]).applied
+    assert not store.commit(guards=[txn.Created(key, rev)]).applied
     store.put("a", b"3")
-    assert not store.commit(guards=[Created(key, rev)]).applied
+    assert not store.commit(guards=[txn.Created(key, rev)]).applied
 
 
 def test_empty_holds_for_a_range_without_keys(store):
-    empty = Empty(under(store.key("dir/")))
+    empty = txn.Empty(txn.under(store.key("dir/")))
     store.put("dir")
     store.put("dir0")
     assert store.commit(guards=[empty]).applied
@@ -243,28 +223,28 @@ def test_empty_holds_for_a_range_without_keys(store):
 
 
 def test_none_newer_compares_every_key_and_ignores_deletions(store):
-    directory = under(store.key("dir/"))
-    assert store.commit(guards=[NoneNewer(directory, 0)]).applied
+    directory = txn.under(store.key("dir/"))
+    assert store.commit(guards=[txn.NoneNewer(directory, 0)]).applied
     store.put("dir/a")
     rev = store.put("dir/b")
-    assert store.commit(guards=[NoneNewer(directory, rev)]).applied
-    assert not store.commit(guards=[NoneNewer(directory, rev - 1)]).applied
+    assert store.commit(guards=[txn.NoneNewer(directory, rev)]).applied
+    assert not store.commit(guards=[txn.NoneNewer(directory, rev - 1)]).applied
     store.put("dir/a")
-    assert not store.commit(guards=[NoneNewer(directory, rev)]).applied
+    assert not store.commit(guards=[txn.NoneNewer(directory, rev)]).applied
     store.delete("dir/a")
-    assert store.commit(guards=[NoneNewer(directory, rev)]).applied
+    assert store.commit(guards=[txn.NoneNewer(directory, rev)]).applied
 
 
 def test_one_guard_that_fails_stops_all_operations(store):
     rev = store.put("a", b"1")
     reply = store.commit(
-        Put(store.key("a"), b"2"),
-        Delete(one(store.key("a") + "x")),
-        Get(under(store.prefix)),
-        guards=[Unchanged(store.key("a"), rev), Unchanged(store.key("b"), 99)],
+        txn.Put(store.key("a"), b"2"),
+        txn.Delete(txn.one(store.key("a") + "x")),
+        txn.Get(txn.under(store.prefix)),
+        guards=[txn.Unchanged(store.key("a"), rev), txn.Unchanged(store.key("b"), 99)],
     )
     assert (reply.applied, reply.results) == (False, ())
-    assert store.read().entries == {store.key("a"): Entry(b"1", rev, rev, 0)}
+    assert store.read().entries == {store.key("a"): txn.Entry(b"1", rev, rev, 0)}
 
 
 # Operations
@@ -274,25 +254,25 @@ def test_a_write_keeps_the_revision_of_creation(store):
     created = store.put("a", b"1")
     written = store.put("a", b"2")
     assert written > created
-    assert store.read().entries == {store.key("a"): Entry(b"2", created, written, 0)}
+    assert store.read().entries == {store.key("a"): txn.Entry(b"2", created, written, 0)}
 
 
 def test_all_operations_of_a_transaction_have_one_revision(store):
-    rev = store.commit(Put(store.key("a"), b""), Put(store.key("b"), b"")).rev
+    rev = store.commit(txn.Put(store.key("a"), b""), txn.Put(store.key("b"), b"")).rev
     assert {(e.create_rev, e.mod_rev) for e in store.read().entries.values()} == {(rev, rev)}
 
 
 def test_get_and_count_see_the_operations_before_them(store):
     store.put("old", b"o")
-    everything = under(store.prefix)
+    everything = txn.under(store.prefix)
     reply = store.commit(
-        Count(everything),
-        Put(store.key("new"), b"n"),
-        Count(everything),
-        Get(everything),
-        Delete(one(store.key("old"))),
-        Get(everything, keys_only=True),
-        Count(everything),
+        txn.Count(everything),
+        txn.Put(store.key("new"), b"n"),
+        txn.Count(everything),
+        txn.Get(everything),
+        txn.Delete(txn.one(store.key("old"))),
+        txn.Get(everything, keys_only=True),
+        txn.Count(everything),
     )
     before, after_put, both, only_new, after_delete = reply.results
     assert (before, after_put, after_delete) == (1, 2, 1)
@@ -300,13 +280,13 @@ def test_get_and_count_see_the_operations_before_them(store):
         store.key("new"): b"n",
         store.key("old"): b"o",
     }
-    assert only_new == {store.key("new"): Entry(b"", reply.rev, reply.rev, 0)}
+    assert only_new == {store.key("new"): txn.Entry(b"", reply.rev, reply.rev, 0)}
 
 
 def test_delete_takes_the_range_and_nothing_else(store):
     for name in ["a", "dir", "dir/", "dir/a", "dir/é", "dir0", "e"]:
         store.put(name)
-    store.commit(Delete(under(store.key("dir/"))))
+    store.commit(txn.Delete(txn.under(store.key("dir/"))))
     assert store.names() == ["a", "dir", "dir0", "e"]
 
 
@@ -319,8 +299,14 @@ def test_a_key_that_comes_back_is_a_new_record(store):
 
 def test_a_transaction_that_changes_nothing_keeps_the_revision(store):
     rev = store.put("a")
-    assert store.commit(Delete(one(store.key("b"))), Get(under(store.prefix))).rev == rev
-    assert store.commit(Put(store.key("a"), b""), guards=[Unchanged(store.key("a"), 0)]).rev == rev
+    assert (
+        store.commit(txn.Delete(txn.one(store.key("b"))), txn.Get(txn.under(store.prefix))).rev
+        == rev
+    )
+    assert (
+        store.commit(txn.Put(store.key("a"), b""), guards=[txn.Unchanged(store.key("a"), 0)]).rev
+        == rev
+    )
     assert store.commit().rev == rev
     assert store.read().rev == rev
 
@@ -334,13 +320,13 @@ def test_read_has_several_ranges_at_one_revision(store, threads):
             if is_done.is_set():
                 break
             value = b"%d" % count
-            store.commit(Put(store.key("a/x"), value), Put(store.key("b/x"), value))
+            store.commit(txn.Put(store.key("a/x"), value), txn.Put(store.key("b/x"), value))
 
-    store.commit(Put(store.key("a/x"), b""), Put(store.key("b/x"), b""))
+    store.commit(txn.Put(store.key("a/x"), b""), txn.Put(store.key("b/x"), b""))
     writes = threads.submit(write)
     seen = set()
     while len(seen) < 20:
-        view = store.read(under(store.key("a/")), one(store.key("b/x")))
+        view = store.read(txn.under(store.key("a/")), txn.one(store.key("b/x")))
         a, b = view.entries[store.key("a/x")], view.entries[store.key("b/x")]
         assert a.value == b.value
         assert a.mod_rev == b.mod_rev <= view.rev
@@ -362,7 +348,7 @@ def test_names_come_back_as_they_were_in_byte_order(store):
     by_bytes = sorted(("/" + name for name in HOSTILE), key=str.encode)
     assert store.names() == by_bytes
     for index, name in enumerate(by_bytes):
-        assert store.names(Range(store.key("/"), store.key(name))) == by_bytes[:index]
+        assert store.names(txn.Range(store.key("/"), store.key(name))) == by_bytes[:index]
 
 
 def test_a_mebibyte_fits_and_two_do_not(store):
@@ -374,8 +360,12 @@ def test_a_mebibyte_fits_and_two_do_not(store):
 
 
 def test_what_etcd_refuses_is_a_usage_error(store):
-    put = Put(store.key("a"), b"")
-    for ops in [(put, put), (put, Delete(under(store.prefix))), (put,) + (Count(one("x")),) * 128]:
+    put = txn.Put(store.key("a"), b"")
+    for ops in [
+        (put, put),
+        (put, txn.Delete(txn.under(store.prefix))),
+        (put,) + (txn.Count(txn.one("x")),) * 128,
+    ]:
         with pytest.raises(UsageError):
             store.commit(*ops)
     assert store.names() == []
@@ -392,7 +382,7 @@ def test_compare_and_swap_from_many_threads_loses_nothing(store, threads):
         while done < 20:
             view = store.read()
             value = b"%d" % (int(view.entries[key].value) + 1)
-            done += store.commit(Put(key, value), guards=[view.unchanged(key)]).applied
+            done += store.commit(txn.Put(key, value), guards=[view.unchanged(key)]).applied
 
     for future in [threads.submit(increment) for _ in range(8)]:
         future.result()
@@ -455,9 +445,9 @@ def test_a_put_under_a_lease_that_ended_is_not_applied(store):
     lease_id = store.grant()
     store.revoke(lease_id)
     rev = store.put("a", b"1")
-    reply = store.commit(Put(store.key("b"), b""), Put(store.key("a"), b"2", lease_id))
+    reply = store.commit(txn.Put(store.key("b"), b""), txn.Put(store.key("a"), b"2", lease_id))
     assert (reply.applied, reply.rev, reply.results) == (False, rev, ())
-    assert store.read().entries == {store.key("a"): Entry(b"1", rev, rev, 0)}
+    assert store.read().entries == {store.key("a"): txn.Entry(b"1", rev, rev, 0)}
 
 
 def test_a_put_without_lease_outlives_the_lease(store):
@@ -507,12 +497,12 @@ def test_wait_sees_a_deletion_in_the_past(store):
 
 
 def test_follow_tells_all_that_changed_in_its_ranges_as_of_one_revision(store, threads):
-    ranges = (under(store.key("a/")), under(store.key("c/")))
+    ranges = (txn.under(store.key("a/")), txn.under(store.key("c/")))
     store.put("a/gone")
     view = store.read(*ranges)
 
     def follow(rev, timeout_s=5.0):
-        return store.kv.follow(Follow(ranges, rev, ""), timeout_s=timeout_s)
+        return store.kv.follow(txn.Follow(ranges, rev, ""), timeout_s=timeout_s)
 
     nothing = follow(view.rev, timeout_s=0.2)
     assert (nothing.rev, nothing.entries) == (view.rev, {})
@@ -530,14 +520,14 @@ def test_follow_tells_all_that_changed_in_its_ranges_as_of_one_revision(store, t
 
 
 def test_follow_cannot_tell_what_a_wiped_store_has_lost(store):
-    ranges = (under(store.key("a/")), under(store.key("c/")))
+    ranges = (txn.under(store.key("a/")), txn.under(store.key("c/")))
     ahead = store.put("a/x") + 1000
-    assert store.kv.follow(Follow(ranges, ahead, ""), timeout_s=5) is None
+    assert store.kv.follow(txn.Follow(ranges, ahead, ""), timeout_s=5) is None
 
 
 @pytest.mark.parametrize("name", ["a/x", "b", "c/y"])
 def test_wait_wakes_for_any_of_its_ranges(store, threads, name):
-    ranges = (under(store.key("a/")), one(store.key("b")), under(store.key("c/")))
+    ranges = (txn.under(store.key("a/")), txn.one(store.key("b")), txn.under(store.key("c/")))
     rev = store.read().rev
     waiting = threads.submit(store.wait, rev, *ranges)
     for other in ["a", "a0", "b/", "bb", "c"]:

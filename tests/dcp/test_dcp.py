@@ -17,14 +17,8 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import torch_ros
+from torch_ros import errors
 from torch_ros.dcp import ROSReader, ROSWriter, default_handle
-from torch_ros.errors import (
-    DeadlineExceeded,
-    ManifestMismatch,
-    UntrustedObject,
-    UsageError,
-    VersionConflict,
-)
 from torch_ros.protocol import calls
 
 
@@ -147,7 +141,7 @@ def test_serve_false_reads_without_serving(handles):
         (lambda sd: sd["model"].update(w=torch.zeros(9, 3)), ValueError, r"\[9, 3\]"),
         (
             lambda sd: sd["model"].update(w=torch.zeros(10, 3).double()),
-            ManifestMismatch,
+            errors.ManifestMismatch,
             r"float64 \[10, 3\]",
         ),
     ],
@@ -176,7 +170,7 @@ def test_memory_that_may_only_be_read_is_named_and_nothing_is_given_up(handles, 
     reader = ROSReader(3, handle=rollout)
     planner = reader.planner() if is_own else None
     error = failure(lambda: dcp.load(bad, storage_reader=reader, planner=planner))
-    assert isinstance(error, UsageError)
+    assert isinstance(error, errors.UsageError)
     assert "load 3: tensor 'model.w' lies in memory that this process may only read" in str(error)
     assert rollout.version == 3
     assert load(rollout, kept) == 3
@@ -195,7 +189,7 @@ def test_a_missing_key_is_fine_for_a_planner_that_allows_it(handles):
 def test_except_exception_does_not_catch_what_dcp_raises(handles):
     _, rollout = handles
     error = failure(lambda: load(rollout, blank(), timeout_s=0.2))
-    assert isinstance(error, DeadlineExceeded)
+    assert isinstance(error, errors.DeadlineExceeded)
     assert not issubclass(CheckpointException, Exception)
 
 
@@ -203,16 +197,18 @@ def test_except_exception_does_not_catch_what_dcp_raises(handles):
 def test_bad_versions_are_named(handles, version):
     trainer, rollout = handles
     save(trainer, 1, {"w": torch.ones(3)})
-    assert isinstance(failure(lambda: save(trainer, version, {"w": torch.ones(3)})), UsageError)
+    assert isinstance(
+        failure(lambda: save(trainer, version, {"w": torch.ones(3)})), errors.UsageError
+    )
     assert trainer.version == 1
     error = failure(lambda: load(rollout, {"w": torch.ones(3)}, version))
-    assert isinstance(error, UsageError)
+    assert isinstance(error, errors.UsageError)
 
 
 def test_an_old_version_costs_nothing(handles):
     trainer, _ = handles
     save(trainer, 5, state())
-    assert isinstance(failure(lambda: save(trainer, 4, state())), VersionConflict)
+    assert isinstance(failure(lambda: save(trainer, 4, state())), errors.VersionConflict)
     assert trainer.version == 5
 
 
@@ -222,7 +218,7 @@ def test_what_weights_only_refuses_needs_trust(handles, thing):
     save(trainer, 1, {"thing": thing, "w": torch.ones(4)})
     got = {"thing": copy.deepcopy(thing), "w": torch.zeros(4)}
     error = failure(lambda: load(rollout, got))
-    assert isinstance(error, UntrustedObject)
+    assert isinstance(error, errors.UntrustedObject)
     assert error.fqn == "thing"
     assert ("numpy" if isinstance(thing, np.ndarray) else "Settings") in str(error)
     assert "trust_objects=True" in str(error)
@@ -243,7 +239,7 @@ def test_a_pickle_that_runs_code_is_not_run(handles, tmp_path):
 
     save(trainer, 1, {"thing": Touch()})
     error = failure(lambda: load(rollout, {"thing": 3}))
-    assert isinstance(error, UntrustedObject)
+    assert isinstance(error, errors.UntrustedObject)
     assert not mark.exists()
 
 
@@ -264,7 +260,7 @@ def test_a_caching_planner_publishes_everything_each_time(handles):
 
 
 def test_a_writer_does_not_go_to_another_process():
-    with pytest.raises(UsageError, match="THREAD"):
+    with pytest.raises(errors.UsageError, match="THREAD"):
         pickle.dumps(ROSWriter(1))
 
 
@@ -272,7 +268,7 @@ def test_bad_input_to_save_is_named_and_changes_nothing(handles):
     trainer, _ = handles
     save(trainer, 1, {"w": torch.ones(3)})
     error = failure(lambda: save(trainer, 2, {"w": torch.eye(3).to_sparse()}))
-    assert isinstance(error, UsageError)
+    assert isinstance(error, errors.UsageError)
     assert "'w'" in str(error)
     assert trainer.version == 1
 
@@ -280,10 +276,10 @@ def test_bad_input_to_save_is_named_and_changes_nothing(handles):
 def test_options_of_another_kind_are_named_at_once(handles):
     trainer, _ = handles
     for make in (ROSWriter, ROSReader):
-        with pytest.raises(UsageError, match="handle='m': expected a .*ShardHandle"):
+        with pytest.raises(errors.UsageError, match="handle='m': expected a .*ShardHandle"):
             make(1, handle="m")
     for name in ("serve", "trust_objects", "partial"):  # "False" is true
-        with pytest.raises(UsageError, match=f"{name}='False': expected True or False"):
+        with pytest.raises(errors.UsageError, match=f"{name}='False': expected True or False"):
             ROSReader(1, handle=trainer, **{name: "False"})
 
 
@@ -306,7 +302,7 @@ def test_the_default_handles_come_from_the_environment(monkeypatch):
     save_handle, load_handle = default_handle("save"), default_handle("load")
     assert save_handle.model == load_handle.model == "from-environment"
     assert save_handle is default_handle("save")
-    with pytest.raises(UsageError, match="'save' or 'load'"):
+    with pytest.raises(errors.UsageError, match="'save' or 'load'"):
         default_handle("both")
     # A trainer that resumed from its rollouts publishes next.
     dcp.save(got, storage_writer=ROSWriter(2))
@@ -321,7 +317,7 @@ def test_saving_a_number_that_readers_hold_costs_nothing(handles):
     trainer, rollout = handles
     save(trainer, 5, state())
     load(rollout, blank())
-    assert isinstance(failure(lambda: save(trainer, 5, state())), VersionConflict)
+    assert isinstance(failure(lambda: save(trainer, 5, state())), errors.VersionConflict)
     assert trainer.version == 5
 
 
@@ -345,7 +341,7 @@ def test_the_only_copy_is_not_given_up_for_another_place(handles):
     load(rollout, blank())
     trainer.close()
     error = failure(lambda: load(rollout, blank()))
-    assert isinstance(error, UsageError)
+    assert isinstance(error, errors.UsageError)
     assert "only one that holds version 5" in str(error)
     assert rollout.version == 5
 
@@ -409,7 +405,7 @@ def test_a_quantised_copy_has_its_scales_beside_its_tensors_in_the_state_dict(ha
     ],
 )
 def test_options_of_a_copy_are_checked_at_once(options, found):
-    with pytest.raises(UsageError, match=found):
+    with pytest.raises(errors.UsageError, match=found):
         ROSWriter(1, **options)
 
 

@@ -8,13 +8,7 @@ import pytest
 import torch
 from kit import inside
 
-from torch_ros.errors import (
-    CallAborted,
-    ClosedError,
-    DeadlineExceeded,
-    SourceLost,
-    StoreUnavailable,
-)
+from torch_ros import errors
 from torch_ros.p2p.memory import MemoryTransfer
 from torch_ros.shard import following
 
@@ -64,7 +58,7 @@ def test_they_are_the_calls_of_the_handle(opened):
         rollout = rollout_of(opened)
         assert await rollout.aio.replicate(missing_ok=True) is None
         assert await rollout.aio.update(wait_s=0.1) is False
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(errors.DeadlineExceeded):
             await rollout.aio.replicate(timeout_s=0.1)
         trainer = publisher(opened)
         assert await rollout.aio.wait(bool) == {1: {"trainer"}}
@@ -104,7 +98,7 @@ def test_a_cancelled_call_ends_on_all_ranks_and_the_handles_are_of_use(opened, r
         return peer
 
     error = asyncio.run(main()).exception(SOON_S)
-    assert isinstance(error, CallAborted)
+    assert isinstance(error, errors.CallAborted)
     assert "Cancelled: its task was cancelled" in str(error)
     publisher(opened)
     each = [pool.submit(handle.replicate) for handle in (first, second)]
@@ -146,7 +140,7 @@ def test_a_follower_can_be_cancelled_while_etcd_is_away(opened, monkeypatch):
         tries += 1
         if tries > 100:  # or one that fails would not end
             return read(request, timeout_s=timeout_s)
-        raise StoreUnavailable("memory", timeout_s, "it is away")
+        raise errors.StoreUnavailable("memory", timeout_s, "it is away")
 
     async def main():
         waiting = asyncio.create_task(anext(rollout.aio.follow()))
@@ -168,7 +162,7 @@ def test_a_follower_that_pauses_can_be_cancelled(opened, monkeypatch):
 
     def lost(*_):
         is_lost.set()
-        raise SourceLost("trainer", "it is gone", 0, 0)
+        raise errors.SourceLost("trainer", "it is gone", 0, 0)
 
     monkeypatch.setattr(following, "replicate_if_there", lost)
 
@@ -252,7 +246,7 @@ def test_a_handle_that_is_closed_ends_its_coroutines(opened):
         waiting = asyncio.create_task(rollout.aio.replicate())
         await until(lambda: pending(rollout))
         rollout.close()
-        with pytest.raises(ClosedError):
+        with pytest.raises(errors.ClosedError):
             await waiting
 
     asyncio.run(main())

@@ -24,18 +24,9 @@ import torch
 from kit import both_stores, inside, until
 
 import torch_ros
+from torch_ros import errors
 from torch_ros.costs import NIXL_COSTS
 from torch_ros.deadline import Deadline
-from torch_ros.errors import (
-    ClosedError,
-    ContractBroken,
-    DeadlineExceeded,
-    ManifestMismatch,
-    SeatLost,
-    StoreUnavailable,
-    UsageError,
-    VersionNotFound,
-)
 from torch_ros.face import opening
 from torch_ros.p2p.memory import MemoryTransfer
 from torch_ros.protocol.group import GroupTask
@@ -176,16 +167,16 @@ def test_update_never_goes_back(opened):
 def test_a_second_of_anything_is_refused_and_unpublish_may_be_repeated(opened):
     handle = opened("r")
     handle.unpublish()
-    with pytest.raises(UsageError, match="no tensors"):
+    with pytest.raises(errors.UsageError, match="no tensors"):
         handle.publish(1)
-    with pytest.raises(UsageError, match="no tensors"):
+    with pytest.raises(errors.UsageError, match="no tensors"):
         handle.replicate()
     handle.register({"w": torch.ones(3)})
-    with pytest.raises(UsageError, match="unregister"):
+    with pytest.raises(errors.UsageError, match="unregister"):
         handle.register({"w": torch.ones(3)})
     handle.publish(1)
     for call in (lambda: handle.publish(2), handle.replicate, handle.unregister):
-        with pytest.raises(UsageError, match="holds version 1"):
+        with pytest.raises(errors.UsageError, match="holds version 1"):
             call()
     handle.unpublish()
     handle.unpublish()
@@ -197,10 +188,10 @@ def test_a_second_of_anything_is_refused_and_unpublish_may_be_repeated(opened):
 @pytest.mark.parametrize("bad", ["7", "newest", "latest-", -1, 1.5, True, None, 2**63])
 def test_bad_versions_are_named(opened, bad):
     handle = opened("r", {"w": torch.ones(3)})
-    with pytest.raises(UsageError, match="version"):
+    with pytest.raises(errors.UsageError, match="version"):
         handle.replicate(bad, timeout_s=1)
     if not isinstance(bad, str):
-        with pytest.raises(UsageError, match="version"):
+        with pytest.raises(errors.UsageError, match="version"):
             handle.publish(bad)
     handle.publish(1)  # and the handle goes on
 
@@ -218,7 +209,7 @@ def test_what_does_not_fit_is_named_and_leaves_the_handle_usable(opened):
         ({"a": torch.zeros(3), "b": torch.zeros(2, 2), "c": torch.zeros(1)}, "'c'"),
     ):
         rollout.register(tensors)
-        with pytest.raises(ManifestMismatch, match=found):
+        with pytest.raises(errors.ManifestMismatch, match=found):
             rollout.replicate()
         assert rollout.version is None
         rollout.unregister()
@@ -228,10 +219,10 @@ def test_what_does_not_fit_is_named_and_leaves_the_handle_usable(opened):
 
 def test_a_deadline_names_what_it_waited_for(opened):
     rollout = opened("rollout", {"w": torch.ones(3)})
-    with pytest.raises(DeadlineExceeded, match="none is available yet") as caught:
+    with pytest.raises(errors.DeadlineExceeded, match="none is available yet") as caught:
         rollout.replicate(timeout_s=0.2)
     assert isinstance(caught.value, TimeoutError)
-    with pytest.raises(DeadlineExceeded, match="available: nothing"):
+    with pytest.raises(errors.DeadlineExceeded, match="available: nothing"):
         rollout.wait(lambda versions: 3 in versions, timeout_s=0.2)
 
 
@@ -248,14 +239,14 @@ def test_an_absolute_version_that_is_being_filled_is_waited_for(opened):
     trainer = publisher(opened, {"w": torch.ones(3)}, 7)
     trainer.unpublish()
     rollout = opened("rollout", {"w": torch.zeros(3)})
-    with pytest.raises(VersionNotFound, match="no replica holds it now"):
+    with pytest.raises(errors.VersionNotFound, match="no replica holds it now"):
         rollout.replicate(7)
 
 
 def test_a_publication_that_failed_leaves_no_number_behind(opened):
     publisher(opened, {"w": torch.ones(3)}, 1, name="a")
     other = opened("b", {"w": torch.ones(4)})
-    with pytest.raises(ManifestMismatch):
+    with pytest.raises(errors.ManifestMismatch):
         other.publish(1)
     lonely = opened("lonely", {"w": torch.ones(3)}, rank=0, world_size=1)
     group = inside(lonely).group
@@ -283,7 +274,7 @@ def test_a_closed_handle_says_so_and_closes_again(opened):
     handle.close()
     assert other.list() == {}
     for call in (handle.unpublish, handle.list, lambda: handle.publish(2), handle.replicate):
-        with pytest.raises(ClosedError):
+        with pytest.raises(errors.ClosedError):
             call()
 
 
@@ -345,10 +336,10 @@ def test_bad_arguments_of_open_are_named(endpoint):
         ({"staging_bytes": -1}, "staging_bytes=-1"),
         ({"costs": 3}, "torch_ros.costs.Costs"),
     ):
-        with pytest.raises(UsageError, match=found):
+        with pytest.raises(errors.UsageError, match=found):
             torch_ros.open("m", **{"endpoint": endpoint, "timeout_s": 1, **options})
     for model in ("", None, 3, "\ud800"):
-        with pytest.raises(UsageError, match="model"):
+        with pytest.raises(errors.UsageError, match="model"):
             torch_ros.open(model, endpoint=endpoint)
 
 
@@ -360,7 +351,7 @@ def test_bad_arguments_of_calls_are_named(opened):
         (lambda: torch.nn.Linear, "a type, expected a mapping"),
         ({"model": {"w": torch.ones(1)}}, "flatten it"),
     ):
-        with pytest.raises(UsageError, match=found):
+        with pytest.raises(errors.UsageError, match=found):
             handle.register(tensors)
     handle.register({"w": torch.ones(3)})
     for call, found in (
@@ -373,13 +364,13 @@ def test_bad_arguments_of_calls_are_named(opened):
         (lambda: handle.publish_copy(1, {}, to="cuda"), "to='cuda'"),
         (lambda: handle.publish_copy(1, {}, copy_bytes=-1), "copy_bytes=-1"),
     ):
-        with pytest.raises(UsageError, match=found):
+        with pytest.raises(errors.UsageError, match=found):
             call()
 
 
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
 def test_a_handle_cannot_be_copied_and_says_where_to_open_one(opened, copied):
-    with pytest.raises(UsageError, match="own seat; call torch_ros.open in the process"):
+    with pytest.raises(errors.UsageError, match="own seat; call torch_ros.open in the process"):
         copied(opened("r"))
 
 
@@ -396,7 +387,7 @@ def test_the_environment_turns_the_check_of_the_contract_on(opened, monkeypatch)
     tensors = {"w": torch.ones(3)}
     handle = publisher(opened, tensors)
     tensors["w"].zero_()
-    with pytest.raises(ContractBroken, match="'w'"):
+    with pytest.raises(errors.ContractBroken, match="'w'"):
         handle.unpublish()
 
 
@@ -404,9 +395,9 @@ def test_a_handle_says_where_it_stands(opened):
     handle = opened("r")
     assert (handle.state, "seated" in repr(handle)) == ("seated", False)
     opened("r")  # takes the name
-    with pytest.raises(SeatLost):
+    with pytest.raises(errors.SeatLost):
         while True:
-            with suppress(UsageError):  # it has nothing registered, and has not noticed yet
+            with suppress(errors.UsageError):  # it has nothing registered, and has not noticed yet
                 handle.update(timeout_s=0)
     assert (handle.state, repr(handle).endswith(", gone)")) == ("gone", True)
     handle.close()
@@ -421,7 +412,7 @@ def test_tab_completion_finds_the_face():
 
 def test_no_etcd_is_said_in_time():
     started = time.monotonic()
-    with pytest.raises(StoreUnavailable, match="127.0.0.1:1"):
+    with pytest.raises(errors.StoreUnavailable, match="127.0.0.1:1"):
         torch_ros.open("m", endpoint="etcd://127.0.0.1:1", timeout_s=1)
     assert time.monotonic() - started < 15
 
@@ -435,7 +426,7 @@ def test_a_forked_child_is_inert(opened):
     def child():
         try:
             handle.list()
-        except ClosedError as error:
+        except errors.ClosedError as error:
             answers.put(str(error))
         handle.close()
         os._exit(0)
@@ -468,16 +459,16 @@ class FlakyKV:
 
     def commit(self, txn, *, timeout_s):
         if self.is_away:
-            raise StoreUnavailable(self.endpoint, timeout_s, "away")
+            raise errors.StoreUnavailable(self.endpoint, timeout_s, "away")
         reply = self._kv.commit(txn, timeout_s=timeout_s)
         if reply.applied and self._is_fatal(txn):
             self.is_away, self._is_fatal = True, lambda txn: False
-            raise StoreUnavailable(self.endpoint, timeout_s, "away")
+            raise errors.StoreUnavailable(self.endpoint, timeout_s, "away")
         return reply
 
     def read(self, request, *, timeout_s):
         if self.is_away:
-            raise StoreUnavailable(self.endpoint, timeout_s, "away")
+            raise errors.StoreUnavailable(self.endpoint, timeout_s, "away")
         return self._kv.read(request, timeout_s=timeout_s)
 
     def __getattr__(self, name):
@@ -500,7 +491,7 @@ def test_a_version_that_may_be_offered_is_unpublished_before_it_is_written(monke
     monkeypatch.setattr("torch_ros.protocol.call.CLEAN_UP_S", 0.5)
     trainer = torch_ros.open("m", endpoint=f"memory://{space}", replica="t", ttl_s=60)
     trainer.register({"w": torch.ones(3)})
-    with pytest.raises(StoreUnavailable):
+    with pytest.raises(errors.StoreUnavailable):
         trainer.publish(1, timeout_s=1)
     flaky[0].is_away = False
     assert trainer.list() == {1: {"t"}}, "the fault did not happen"
@@ -541,7 +532,7 @@ def test_a_peer_that_leaves_in_order_is_no_accident_to_unpublish(endpoint, leave
     left.unpublish()
     left.unpublish()
     assert left.list() == {}
-    with pytest.raises(SeatLost, match="closed its handle"):
+    with pytest.raises(errors.SeatLost, match="closed its handle"):
         left.publish(2)
     left.close(linger_s=0.0)
 
@@ -559,13 +550,15 @@ def test_a_long_wait_says_what_it_waits_for(opened, endpoint, monkeypatch, caplo
     ):
         other.register({"w": torch.ones(3)})
         other.publish(6)
-        with pytest.raises(DeadlineExceeded, match=rf"other models .*{there}' \(version 6\)"):
+        with pytest.raises(
+            errors.DeadlineExceeded, match=rf"other models .*{there}' \(version 6\)"
+        ):
             rollout.replicate(timeout_s=0.1)
         waiting = pool.submit(rollout.replicate)
         until(lambda: "none is available yet" in caplog.text)
         publisher(opened, {"w": torch.ones(3)})
         assert waiting.result(10) == 1
-        with pytest.raises(DeadlineExceeded, match=r"available: \{1: .*\}$"):
+        with pytest.raises(errors.DeadlineExceeded, match=r"available: \{1: .*\}$"):
             rollout.wait(lambda _: False, timeout_s=0.1)
     (line,) = (r for r in caplog.records if "none is available yet" in r.getMessage())
     assert line.levelname == level
@@ -602,7 +595,7 @@ def test_a_handle_is_not_closed_nor_called_within_one_of_its_calls(etcd_endpoint
         try:
             handle.register({"w": torch.zeros(3)})
             signal.setitimer(signal.ITIMER_REAL, 0.3)
-            with pytest.raises(UsageError, match="let the signal handler raise"):
+            with pytest.raises(errors.UsageError, match="let the signal handler raise"):
                 handle.replicate(7, timeout_s=20)
         finally:
             signal.signal(signal.SIGALRM, before)
@@ -639,19 +632,19 @@ def test_close_ends_a_read_that_does_not_go_on(opened, monkeypatch):
         call = pool.submit(rollout.replicate)
         assert reads.wait(10)
         rollout.close()
-        assert isinstance(call.exception(5), ClosedError)
+        assert isinstance(call.exception(5), errors.ClosedError)
 
 
 def test_devices_that_cannot_be_had_are_refused(etcd_endpoint):
     options = {"endpoint": etcd_endpoint, "transport": "ucx", "timeout_s": 20}
-    with pytest.raises(UsageError, match="'nosuch'.: this host has .*lo"):
+    with pytest.raises(errors.UsageError, match="'nosuch'.: this host has .*lo"):
         torch_ros.open("m", wan_devices=["nosuch"], **options)
-    with pytest.raises(UsageError, match="expected a list"):
+    with pytest.raises(errors.UsageError, match="expected a list"):
         torch_ros.open("m", wan_devices="lo", **options)
 
 
 def test_an_open_that_finds_no_device_leaves_no_voucher(etcd_endpoint):
-    with pytest.raises(UsageError, match="nosuch"):
+    with pytest.raises(errors.UsageError, match="nosuch"):
         torch_ros.open("m", wan_devices=["nosuch"], endpoint=etcd_endpoint, timeout_s=20)
     files = [str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
     assert not [name for name in files if "torch_ros voucher" in name]

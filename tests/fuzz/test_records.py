@@ -13,29 +13,10 @@ from hypothesis import strategies as st
 
 from torch_ros.errors import BackendError, TorchRosError
 from torch_ros.features.pace.rules import SlowOnes
-from torch_ros.protocol import calls, membership, sources, unpublish
+from torch_ros.protocol import calls, membership, records, sources, unpublish
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.applicant import Applicant
 from torch_ros.protocol.keys import Keys
-from torch_ros.protocol.records import (
-    Asked,
-    Call,
-    Decisions,
-    Failure,
-    GroupRecord,
-    Holding,
-    Kept,
-    Outcome,
-    Reader,
-    Ready,
-    Record,
-    RunRecord,
-    SeenRecord,
-    ShardRecord,
-    Suspect,
-    VersionRecord,
-    VersionRef,
-)
 from torch_ros.protocol.retention import GivenUp, keeping
 from torch_ros.protocol.seat import Seat
 from torch_ros.protocol.unpublish import CopiedPart
@@ -45,43 +26,45 @@ from torch_ros.store.txn import Entry, View
 
 TIMES = int(os.environ.get("TORCH_ROS_FUZZ", "1"))
 MODEL = Keys("m")
-OWN, REF, V = "r@1", VersionRef("run", 1, "u", 1), VersionRecord("u", "L")
-SHARD = ShardRecord("h", 1, b"card")
+OWN, REF, V = "r@1", records.VersionRef("run", 1, "u", 1), records.VersionRecord("u", "L")
+SHARD = records.ShardRecord("h", 1, b"card")
 RESTS = {"pace": msgspec.Raw(b'"rests"')}
-CALL = Call(1, "replicate", Asked("replicate", 1), 0, REF, ["t@1"], more=RESTS)
-KEPT = Kept(REF, 1, "L", is_original=True)
-CHECK = Asked("update", "latest").check
-FAILED = Call(2, "update", CHECK, outcome=Outcome(Failure("UsageError", ["x"], 0)))
-DECIDED = Decisions([CALL, FAILED])
+CALL = records.Call(1, "replicate", records.Asked("replicate", 1), 0, REF, ["t@1"], more=RESTS)
+KEPT = records.Kept(REF, 1, "L", is_original=True)
+CHECK = records.Asked("update", "latest").check
+FAILED = records.Call(
+    2, "update", CHECK, outcome=records.Outcome(records.Failure("UsageError", ["x"], 0))
+)
+DECIDED = records.Decisions([CALL, FAILED])
 
 MINE = {
-    MODEL.group("r"): GroupRecord("1", 1, "run", is_complete=True),
+    MODEL.group("r"): records.GroupRecord("1", 1, "run", is_complete=True),
     MODEL.decisions(OWN): DECIDED,
     MODEL.shard(OWN, 0): SHARD,
-    MODEL.holding("run", 1, "default", OWN): Holding("u", 1, "filling", 1),
+    MODEL.holding("run", 1, "default", OWN): records.Holding("u", 1, "filling", 1),
     MODEL.version("run", 1): V,
 }
 WELL = {
-    MODEL.group("t"): GroupRecord("1", 1, "run", is_complete=True, retain=["latest"]),
+    MODEL.group("t"): records.GroupRecord("1", 1, "run", is_complete=True, retain=["latest"]),
     MODEL.shard("t@1", 0): SHARD,
-    MODEL.run("run"): RunRecord("h:1", 1),
-    MODEL.holding("run", 1, "default", "t@1"): Holding("u", 1, "full", 1, is_original=True),
-    MODEL.reader("run", 1, "t@1", OWN, 0): Reader(1),
+    MODEL.run("run"): records.RunRecord("h:1", 1),
+    MODEL.holding("run", 1, "default", "t@1"): records.Holding("u", 1, "full", 1, is_original=True),
+    MODEL.reader("run", 1, "t@1", OWN, 0): records.Reader(1),
 }
 OTHERS = {
-    MODEL.group("z"): GroupRecord("1", 1, "run", is_complete=True, retain=["latest-1"]),
+    MODEL.group("z"): records.GroupRecord("1", 1, "run", is_complete=True, retain=["latest-1"]),
     MODEL.shard("z@1", 0): msgspec.structs.replace(SHARD, kept=KEPT, ended=[CALL]),
-    MODEL.run("other"): RunRecord("h:1", 2),
-    MODEL.version("run", 2): VersionRecord("u2", "L"),
+    MODEL.run("other"): records.RunRecord("h:1", 2),
+    MODEL.version("run", 2): records.VersionRecord("u2", "L"),
     MODEL.version("other", 1): V,
-    MODEL.holding("run", 1, "default", "z@1"): Holding("u", 3, "full", 1),
-    MODEL.holding("run", 2, "default", "z@1"): Holding("u2", 3, "full", 1),
-    MODEL.reader("run", 1, "z@1", OWN, 0): Reader(1),
-    MODEL.reader_group("run", 1, OWN, "z@1"): Reader(1),
-    MODEL.suspect("t@1", "z@1"): Suspect("x"),
-    MODEL.seen_at("z", 0): SeenRecord("h", 1, 5, "boot", 1, 2),
-    MODEL.ready("z@1", 1, 0): Ready("L"),
-    MODEL.ready(OWN, 1, 7): Ready("L"),
+    MODEL.holding("run", 1, "default", "z@1"): records.Holding("u", 3, "full", 1),
+    MODEL.holding("run", 2, "default", "z@1"): records.Holding("u2", 3, "full", 1),
+    MODEL.reader("run", 1, "z@1", OWN, 0): records.Reader(1),
+    MODEL.reader_group("run", 1, OWN, "z@1"): records.Reader(1),
+    MODEL.suspect("t@1", "z@1"): records.Suspect("x"),
+    MODEL.seen_at("z", 0): records.SeenRecord("h", 1, 5, "boot", 1, 2),
+    MODEL.ready("z@1", 1, 0): records.Ready("L"),
+    MODEL.ready(OWN, 1, 7): records.Ready("L"),
 }
 EVERY = (*MINE.items(), *WELL.items(), *OTHERS.items())
 SEAT = Seat(MODEL, "r", "1", 0, 1, "run", 1, 7, "default", False, 60.0, leaves=SlowOnes())
@@ -135,7 +118,7 @@ def test_what_decodes_can_be_written_again(case):
         assert key in str(error)
     else:
         assert kind.decode(record.encode(), key) == record
-        if isinstance(record, Decisions):
+        if isinstance(record, records.Decisions):
             for call in record.calls:
                 if call.outcome and call.outcome.failure:
                     assert isinstance(call.outcome.failure.error(), TorchRosError)
@@ -169,7 +152,7 @@ def view_of(*parts):
     entries = {}
     for part in parts:
         for key, value in part.items():
-            raw = value.encode() if isinstance(value, Record) else value
+            raw = value.encode() if isinstance(value, records.Record) else value
             rev = len(entries) + 2
             entries[key] = Entry(raw, rev, rev, 0)
     return View(100, entries)
@@ -179,12 +162,12 @@ def effects(rule, **options):
     return partial(
         calls.decide,
         seat=SEAT,
-        call=Call(3, "publish", Asked("x"), SEAT.rank),
+        call=records.Call(3, "publish", records.Asked("x"), SEAT.rank),
         effects=lambda view, call: rule(view, SEAT, call, **options),
     )
 
 
-OLDER = VersionRef("run", 0, "v", 1)
+OLDER = records.VersionRef("run", 0, "v", 1)
 RULES = {
     "list": lambda view: Done(listing(view, MODEL)),
     **{
@@ -198,15 +181,18 @@ RULES = {
     "claim": lambda view: sources.claim(view, SEAT, CALL),
     "attach": lambda view: sources.attach_claimed(view, SEAT, CALL, "t@1"),
     "attach to another": lambda view: sources.attach_claimed(view, SEAT, CALL, "z@1"),
-    "complete": lambda view: calls.complete(view, SEAT, CALL, Outcome(said="L")),
+    "complete": lambda view: calls.complete(view, SEAT, CALL, records.Outcome(said="L")),
     "readies": lambda view: calls.readies(view, SEAT, CALL),
     "unpublish": lambda view: unpublish.unpublish(
-        view, SEAT, Call(3, "unpublish", Asked("unpublish"), 0), REF
+        view, SEAT, records.Call(3, "unpublish", records.Asked("unpublish"), 0), REF
     ),
     "copied": lambda view: unpublish.copied(view, SEAT, KEPT, CopiedPart("r+3@1", 3, SHARD)),
     "release": lambda view: unpublish.release(view, SEAT, REF, OWN),
     "abort": lambda view: calls.abort(
-        view, SEAT, Call(1, "agree", Asked("x"), 0), Failure("UsageError", ["x"], 0)
+        view,
+        SEAT,
+        records.Call(1, "agree", records.Asked("x"), 0),
+        records.Failure("UsageError", ["x"], 0),
     ),
     "find": lambda view: membership.find_group(view, WHO),
     "open": lambda view: membership.create_group(view, WHO),

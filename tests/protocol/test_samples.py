@@ -9,22 +9,9 @@ import pytest
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import TorchRosError
-from torch_ros.protocol import membership, retention, sources, versions
+from torch_ros.protocol import membership, records, retention, sources, versions
 from torch_ros.protocol.applicant import Applicant
 from torch_ros.protocol.keys import Keys, lingering_of, parse_reader
-from torch_ros.protocol.records import (
-    Asked,
-    Call,
-    Decisions,
-    GroupRecord,
-    Holding,
-    RetainRecord,
-    RunRecord,
-    ShardRecord,
-    Suspect,
-    VersionRecord,
-    VersionRef,
-)
 from torch_ros.protocol.seat import Seat
 from torch_ros.protocol.versions import Spec
 from torch_ros.store import txn
@@ -47,7 +34,7 @@ from torch_ros.store.txn import (
 
 KEYS = Keys("m")
 RUNS = ("one", "two", "three")
-REF = VersionRef("one", 1, "u", 1)
+REF = records.VersionRef("one", 1, "u", 1)
 
 
 class Store:
@@ -98,7 +85,7 @@ def few(monkeypatch):
 def numbered(count):
     store = Store()
     for number in range(count):
-        store.put(f"/n/{number}", Suspect(""))
+        store.put(f"/n/{number}", records.Suspect(""))
     return store
 
 
@@ -204,27 +191,27 @@ def any_store(rng):
     store, names, todo = Store(), [f"r{number}" for number in range(rng.randrange(1, 9))], []
     for number, name in enumerate(rng.sample(RUNS, rng.randrange(len(RUNS) + 1))):
         if rng.random() < 0.9:
-            todo.append((KEYS.run(name), RunRecord("h:1", rng.choice([number, number, 1]))))
+            todo.append((KEYS.run(name), records.RunRecord("h:1", rng.choice([number, number, 1]))))
         for version in rng.sample(range(6), rng.randrange(4)):
             layout = rng.choice(["L", "L", "L", ""])
             if rng.random() < 0.9:
-                todo.append((KEYS.version(name, version), VersionRecord("u", layout)))
+                todo.append((KEYS.version(name, version), records.VersionRecord("u", layout)))
             for replica in rng.sample(names, rng.randrange(len(names))):
                 uid, state = rng.choice("uuuo"), rng.choice(["full", "full", "filling", "draining"])
                 if not layout and uid == "u":
                     state = "filling"
                 here = rng.choice(DATACENTERS)
-                held = Holding(uid, 1, state, 1, here, spot=rng.random() < 0.2)
+                held = records.Holding(uid, 1, state, 1, here, spot=rng.random() < 0.2)
                 todo.append((KEYS.holding(name, version, here, f"{replica}@x"), held))
     for name in rng.sample(names, rng.randrange(len(names))):
         retain, left = rng.choice([[], [], ["latest"], ["latest-1"], ["3"]]), rng.choice([None, 0])
-        group = GroupRecord("x", 1, rng.choice(RUNS), retain=retain, left=left)
+        group = records.GroupRecord("x", 1, rng.choice(RUNS), retain=retain, left=left)
         todo.append((KEYS.group(name), group))
         if rng.random() < 0.3:
-            here = RetainRecord([rng.choice(["latest", "latest-1", "3"])])
+            here = records.RetainRecord([rng.choice(["latest", "latest-1", "3"])])
             todo.append((KEYS.retain(rng.choice(DATACENTERS), name), here))
     if rng.random() < 0.3:
-        todo.append((KEYS.suspect("r0@x", "r1@x"), Suspect("")))
+        todo.append((KEYS.suspect("r0@x", "r1@x"), records.Suspect("")))
     rng.shuffle(todo)
     for key, record in todo:
         store.put(key, record)
@@ -234,10 +221,10 @@ def any_store(rng):
 def any_questions(rng):
     """What to read, and a rule."""
     spec = rng.choice([Spec(), Spec(back=1), Spec(absolute=rng.randrange(7))])
-    held = VersionRef(rng.choice(RUNS), rng.randrange(6), rng.choice("uo"), 1)
+    held = records.VersionRef(rng.choice(RUNS), rng.randrange(6), rng.choice("uo"), 1)
     floor, name = rng.choice([None, None, held]), f"r{rng.randrange(9)}"
     who = Applicant(
-        KEYS, name, 0, 1, ShardRecord("h", 1, b""), nonce="y",
+        KEYS, name, 0, 1, records.ShardRecord("h", 1, b""), nonce="y",
         run=rng.choice([None, None, "new", "one", "four"]), fresh_run="fresh",
         datacenter="default", spot=False,
     )  # fmt: skip
@@ -276,22 +263,22 @@ def test_samples_lead_to_what_the_whole_would_lead_to(few, most):
 @pytest.mark.parametrize("spec", ["latest", "latest-1"])
 @pytest.mark.parametrize("doubt", ["lingers", "is suspected"])
 def test_an_older_version_stays_whether_one_that_may_go_does_or_not(doubt, spec):
-    store, old = Store(), VersionRef("one", 8, "u", 1)
-    store.put(KEYS.run("one"), RunRecord("h:1", 1))
-    store.put(KEYS.group("r0"), GroupRecord("x", 1, "one", retain=[spec], is_complete=True))
+    store, old = Store(), records.VersionRef("one", 8, "u", 1)
+    store.put(KEYS.run("one"), records.RunRecord("h:1", 1))
+    store.put(KEYS.group("r0"), records.GroupRecord("x", 1, "one", retain=[spec], is_complete=True))
     newer = lingering_of("r1@x", 3) if doubt == "lingers" else "r2@x"
     for inst, version in (("r0@x", 8), (newer, 9)):
-        store.put(KEYS.version("one", version), VersionRecord("u", "L"))
-        store.put(KEYS.holding("one", version, "default", inst), Holding("u", 1, "full", 1))
+        store.put(KEYS.version("one", version), records.VersionRecord("u", "L"))
+        store.put(KEYS.holding("one", version, "default", inst), records.Holding("u", 1, "full", 1))
     if doubt == "is suspected":
-        store.put(KEYS.suspect(newer, "r3@x"), Suspect("slow"))
+        store.put(KEYS.suspect(newer, "r3@x"), records.Suspect("slow"))
 
     def is_kept(view):
         dropped = retention.GivenUp("r0@x", "default")
         return Done(retention.keeping(view, KEYS, old, dropped).is_needed)
 
     assert store.settle(retention.keeping_ranges(KEYS, old, "default"), is_kept)
-    store.put(KEYS.holding("one", 9, "default", "r1@x"), Holding("u", 1, "full", 1))
+    store.put(KEYS.holding("one", 9, "default", "r1@x"), records.Holding("u", 1, "full", 1))
     kept = store.settle(retention.keeping_ranges(KEYS, old, "default"), is_kept)
     assert kept == (spec == "latest-1")
 
@@ -309,18 +296,18 @@ def burst(fulls, newcomers, datacenters=("default",)):
     The newcomers are dealt out to the datacenters; full ones are in "default".
     """
     store = Store()
-    store.put(KEYS.run(REF.run), RunRecord("h:1", 1))
-    store.put(KEYS.version(REF.run, REF.version), VersionRecord(REF.uid, "L"))
+    store.put(KEYS.run(REF.run), records.RunRecord("h:1", 1))
+    store.put(KEYS.version(REF.run, REF.version), records.VersionRecord(REF.uid, "L"))
     for number in range(fulls):
-        held = Holding(REF.uid, 1, "full", 1)
+        held = records.Holding(REF.uid, 1, "full", 1)
         store.put(KEYS.holding(REF.run, REF.version, "default", f"t{number}@x"), held)
     places = itertools.cycle(datacenters)
     seats = [newcomer(f"r{number}", next(places)) for number in range(newcomers)]
-    call = Call(1, "replicate", Asked("replicate", "latest"), 0, REF)
+    call = records.Call(1, "replicate", records.Asked("replicate", "latest"), 0, REF)
     for seat in seats:
-        store.put(seat.group, GroupRecord("x", 1, REF.run, is_complete=True))
-        store.put(seat.decisions, Decisions([call]))
-        held = Holding(REF.uid, 1, "filling", 1, seat.datacenter, is_relay=True)
+        store.put(seat.group, records.GroupRecord("x", 1, REF.run, is_complete=True))
+        store.put(seat.decisions, records.Decisions([call]))
+        held = records.Holding(REF.uid, 1, "filling", 1, seat.datacenter, is_relay=True)
         store.put(seat.holding(REF), held)
     return store, seats, call
 
@@ -370,7 +357,7 @@ def test_of_a_datacenter_the_oldest_alone_reads_from_afar(datacenters, newcomers
 def test_a_holding_that_is_not_where_it_says_is_no_source():
     store, [seat], call = burst(1, 1)
     stray = KEYS.holding(REF.run, REF.version, "elsewhere", "a@x")
-    store.put(stray, Holding(REF.uid, 1, "full", 1))
+    store.put(stray, records.Holding(REF.uid, 1, "full", 1))
     assert claimed(store, seat, call)[1] == "t0@x"
     offers = []
     store.settle(
@@ -411,12 +398,13 @@ def test_the_only_source_left_is_found_wherever_it_is():
     """What is offered late, such as a copy in host memory, is younger than who looks for it."""
     store, seats, call = burst(0, 50)
     for seat in itertools.islice(seats, 1, None):
-        no_relay = Holding(REF.uid, 1, "filling", 1)
+        no_relay = records.Holding(REF.uid, 1, "filling", 1)
         store.put(seat.holding(REF), no_relay)
     store.put(
-        KEYS.holding(REF.run, REF.version, "default", "t+2@x"), Holding(REF.uid, 2, "full", 1)
+        KEYS.holding(REF.run, REF.version, "default", "t+2@x"),
+        records.Holding(REF.uid, 2, "full", 1),
     )
     for number in range(40):
-        held = Holding(REF.uid, 1, "filling", 1)
+        held = records.Holding(REF.uid, 1, "filling", 1)
         store.put(KEYS.holding(REF.run, REF.version, "default", f"late{number}@x"), held)
     assert claimed(store, seats[0], call)[1] == "t+2@x"

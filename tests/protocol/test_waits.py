@@ -7,18 +7,8 @@ from functools import partial
 
 import pytest
 
-from torch_ros.protocol import calls, sources
+from torch_ros.protocol import calls, records, sources
 from torch_ros.protocol.keys import Keys
-from torch_ros.protocol.records import (
-    Asked,
-    Call,
-    GroupRecord,
-    Holding,
-    Outcome,
-    RunRecord,
-    VersionRecord,
-    VersionRef,
-)
 from torch_ros.protocol.seat import Seat
 from torch_ros.protocol.versions import Spec, listing, resolve, spec_ranges
 from torch_ros.store import loops
@@ -31,7 +21,7 @@ READS_MAX = 10
 MANY = (
     [30, 100, 300] if int(os.environ.get("TORCH_ROS_FUZZ", "1")) > 1 else [30]
 )  # each costs the same
-REF = VersionRef("run", 8, "uid", 1)
+REF = records.VersionRef("run", 8, "uid", 1)
 
 
 class Loop:
@@ -98,7 +88,7 @@ def put(kv, key, record, lease_id=0):
 
 def replica(kv, name):
     lease_id, _ = kv.grant(3600, timeout_s=1)
-    put(kv, KEYS.group(name), GroupRecord("1", 1, "run", is_complete=True), lease_id)
+    put(kv, KEYS.group(name), records.GroupRecord("1", 1, "run", is_complete=True), lease_id)
     return seat(name, lease_id)
 
 
@@ -107,13 +97,13 @@ def reads(place):
     own = place.own
     effects = lambda view, call: calls.replicate(view, place, call, Spec(), is_relay=True)
     ranges = (*own, *spec_ranges(KEYS), sample(KEYS.readers()), KEYS.suspects())
-    made = Call(1, "replicate", Asked("r"), by=place.rank)
+    made = records.Call(1, "replicate", records.Asked("r"), by=place.rank)
     decide = partial(calls.decide, seat=place, call=made, effects=effects)
     call = yield from settle("decide", ranges, decide)
     if not call.sources:
         claim = partial(sources.claim, seat=place, call=call)
         call = (yield from settle("claim", sources.source_ranges(place, call.ref), claim)).call
-    complete = partial(calls.complete, seat=place, call=call, end=Outcome(said="L"))
+    complete = partial(calls.complete, seat=place, call=call, end=records.Outcome(said="L"))
     return (yield from settle("complete", calls.end_ranges(place, call), complete))
 
 
@@ -143,9 +133,14 @@ def looks(count):
 def model():
     kv = MemoryKV(Space())
     trainer = replica(kv, "t")
-    put(kv, KEYS.run("run"), RunRecord("h:1", 1))
-    put(kv, KEYS.version("run", 8), VersionRecord("uid", "L"))
-    put(kv, trainer.holding(REF), Holding("uid", 1, "full", 1, is_original=True), trainer.lease_id)
+    put(kv, KEYS.run("run"), records.RunRecord("h:1", 1))
+    put(kv, KEYS.version("run", 8), records.VersionRecord("uid", "L"))
+    put(
+        kv,
+        trainer.holding(REF),
+        records.Holding("uid", 1, "full", 1, is_original=True),
+        trainer.lease_id,
+    )
     return kv, trainer
 
 
@@ -159,8 +154,10 @@ def test_who_waits_for_an_older_version_is_not_woken_by_all_who_read(count):
     assert not any(loop.is_over for loop in waiting)
     assert max(loop.reads for loop in waiting) <= READS_MAX
     # They are told when there is one.
-    holding = Put(KEYS.holding("run", 9, "default", "x@1"), Holding("new", 1, "full", 1).encode())
-    record = Put(KEYS.version("run", 9), VersionRecord("new", "L").encode())
+    holding = Put(
+        KEYS.holding("run", 9, "default", "x@1"), records.Holding("new", 1, "full", 1).encode()
+    )
+    record = Put(KEYS.version("run", 9), records.VersionRecord("new", "L").encode())
     assert kv.commit(Txn(ops=(holding, record)), timeout_s=1).applied
     play([], waiting, count)
     assert {loop.answer.ref.version for loop in waiting} == {8}

@@ -17,35 +17,10 @@ from replicas import TTL_S, Process, Start, Struck, Task
 from story import short
 from world import MANY, SHAPES, World
 
-from torch_ros.errors import (
-    AccessDenied,
-    CallAborted,
-    ContentChanged,
-    ContractBroken,
-    CorruptWeights,
-    DeadlineExceeded,
-    ManifestMismatch,
-    SeatLost,
-    SourceLost,
-    StoreAlarm,
-    StoreUnavailable,
-    TorchRosError,
-    VersionConflict,
-    VersionNotFound,
-)
+from torch_ros import errors
 from torch_ros.features.streams.filling import IDLE_S
 from torch_ros.protocol import keys as k
-from torch_ros.protocol import membership
-from torch_ros.protocol.records import (
-    Asked,
-    Call,
-    Failure,
-    Kept,
-    Outcome,
-    ShardRecord,
-    VersionRef,
-    answers_of,
-)
+from torch_ros.protocol import membership, records
 from torch_ros.protocol.seating import NOTE_TTL_S
 from torch_ros.shard.beginnings import PATIENCE_S, Beginning
 from torch_ros.shard.checkpoint import SaveRequest
@@ -81,15 +56,15 @@ class Refusal:
     kind: str
     until_s: float
 
-    def error(self, what: object) -> StoreUnavailable | AccessDenied | None:
+    def error(self, what: object) -> errors.StoreUnavailable | errors.AccessDenied | None:
         if isinstance(what, str) and what.startswith(("keep alive", "revoke")):
             return None
         if self.kind == "full":
-            return StoreAlarm("sim://", "NOSPACE")
+            return errors.StoreAlarm("sim://", "NOSPACE")
         is_write = isinstance(what, Commit) and any(isinstance(op, Put) for op in what.txn.ops)
         if self.kind == "denies writes":
-            return AccessDenied("sim://", "role", "no", "ask for it") if is_write else None
-        return StoreUnavailable("sim://", 5.0, "no answer") if is_write else None
+            return errors.AccessDenied("sim://", "role", "no", "ask for it") if is_write else None
+        return errors.StoreUnavailable("sim://", 5.0, "no answer") if is_write else None
 
 
 class Scene(World):
@@ -143,7 +118,7 @@ class Scene(World):
             self.start(name, script, size=size)
         super().play()
 
-    def content_of(self, call: Call) -> int:
+    def content_of(self, call: records.Call) -> int:
         return self.again.get(call.number) or self.contents[call.ref.version]
 
     def content(self, version: int) -> int:
@@ -341,7 +316,7 @@ def digests_of_the_next(scene: Scene) -> None:
 
     def read(me: Process) -> None:
         scene.until("r1 has 1")
-        with suppress(CorruptWeights):
+        with suppress(errors.CorruptWeights):
             replicate(me, 1)  # from t, which is near, and then from r1
         demand(not me.shard.observed.tally.corrupt, f"I6: {me} has seen wrong digests")
         scene.reach("r2 has 1")
@@ -436,7 +411,7 @@ def stuck_reader(scene: Scene) -> None:
         scene.slow_s[me] = 50.0
         try:
             replicate(me, timeout_s=80)
-        except TorchRosError:
+        except errors.TorchRosError:
             scene.reach(str(me))
 
     def train(me: Process) -> None:
@@ -623,9 +598,9 @@ def only_fillers(scene: Scene) -> None:
         scene.slow_s[me] = 3.0
         try:
             replicate(me, 1, timeout_s=60)
-        except DeadlineExceeded as error:
+        except errors.DeadlineExceeded as error:
             raise Broken(f"I6: nobody has it, and a reader waits: {error}") from error
-        except TorchRosError:
+        except errors.TorchRosError:
             scene.reach(str(me))
 
     def kill() -> None:
@@ -695,7 +670,7 @@ def last_reply(scene: Scene) -> None:
             is_ready = lambda: any("/ready/" in key for key in scene.store.entries)
             scene.when(is_ready, "ready")
             scene.losses[me] = puts("/ready/"), "lose reply"
-        with never(DeadlineExceeded, "I6: all are ready, and nobody ends the call"):
+        with never(errors.DeadlineExceeded, "I6: all are ready, and nobody ends the call"):
             publish(me, 1, timeout_s=20)
         demand(me not in scene.losses, "no reply was lost")
 
@@ -712,7 +687,7 @@ def lost_request(scene: Scene) -> None:
         scene.until("read")
 
     def read(me: Process) -> None:
-        with never(DeadlineExceeded, "I6: it is published, and not offered"):
+        with never(errors.DeadlineExceeded, "I6: it is published, and not offered"):
             replicate(me, timeout_s=30)
         scene.reach("read")
 
@@ -733,7 +708,7 @@ def two_trainers(scene: Scene) -> None:
             scene.until("decides")
         try:
             publish(me, version, 6 + version)
-        except VersionConflict:
+        except errors.VersionConflict:
             scene.saw("refused")
         scene.reach(str(me))
         scene.until("t.0/0", "u.1/0")
@@ -750,7 +725,7 @@ def seen_before(scene: Scene) -> None:
         unpublish(me)
         scene.reach(f"free {me}")
         scene.until("left r.1/0", "left r.1/1")
-        with never(VersionConflict, "I6: nobody holds version 1 any more"):
+        with never(errors.VersionConflict, "I6: nobody holds version 1 any more"):
             publish(me, 1)
 
     def read(me: Process) -> None:
@@ -773,7 +748,7 @@ def ready_before(scene: Scene) -> None:
             scene.hold("fails", me, deletes("/holdings/"), lambda: True, meanwhile=stops)
         try:
             replicate(me)
-        except SourceLost:
+        except errors.SourceLost:
             scene.failing[me] = 0
             me.scribble_if_free()
         replicate(me)
@@ -794,7 +769,7 @@ def not_whole(scene: Scene) -> None:
     def read(state: str) -> Callable[[Process], None]:
         def program(me: Process) -> None:
             scene.when(is_there(state), f"a holding that is {state}")
-            with never(TorchRosError, "I6: version 1 is there"):
+            with never(errors.TorchRosError, "I6: version 1 is there"):
                 got = me.handle.replicate("latest", timeout_s=3)
             demand(got == 1, f"I6: version 2 is {state}, and taken for the latest")
             scene.reach(state)
@@ -942,7 +917,7 @@ def claimed_meanwhile(scene: Scene) -> None:
     def read(me: Process) -> None:
         scene.until("unpublishes")
         scene.slow_s[me] = 1.0
-        with never(SourceLost, "I6: unpublish did not wait for its readers"):
+        with never(errors.SourceLost, "I6: unpublish did not wait for its readers"):
             replicate(me)
 
     def train(me: Process) -> None:
@@ -1074,7 +1049,7 @@ def struck_at_the_end_of_open(scene: Scene) -> None:
         demand(me is not victim, "it was interrupted")
         scene.reach("open")
         began_s = scene.now_s
-        with suppress(SeatLost):
+        with suppress(errors.SeatLost):
             publish(me, 1)
             raise Broken("I7: it is offered without one rank")
         demand(scene.now_s < began_s + 3, "I6: its peer has gone, and was waited for")
@@ -1200,7 +1175,7 @@ def serves(scene: Scene) -> None:
         me.cells[0] += me.rank  # a loader goes on in place, on one rank
         try:
             me.handle.serve(timeout_s=100)
-        except ContentChanged:
+        except errors.ContentChanged:
             demand(not me.handle.version, f"I1: {me} offers what it says has changed")
         else:
             demand(holds=False, why=f"I1: {me} offers what was written to")
@@ -1245,7 +1220,7 @@ def served_anew(scene: Scene) -> None:
             scene.sleep(1.0)
         try:
             me.handle.serve(timeout_s=100)
-        except VersionNotFound:
+        except errors.VersionNotFound:
             scene.reach("refused")
         else:
             demand(holds=False, why=f"I1: {me} offers what it has under a number of others")
@@ -1268,7 +1243,7 @@ def served_meanwhile(scene: Scene) -> None:
         scene.hold("decides", me, puts("/versions/"), lambda: any(map(_is_of_r, there)))
         try:
             publish(me, 1, 8)
-        except VersionConflict:
+        except errors.VersionConflict:
             scene.reach("refused")
         else:
             demand(holds=False, why=f"I1: {me} has published other content under a number held")
@@ -1344,7 +1319,7 @@ def streamed_beside_a_write(scene: Scene) -> None:
             scene.reach("came")
             return 0.0
 
-        with suppress(SourceLost, VersionNotFound):
+        with suppress(errors.SourceLost, errors.VersionNotFound):
             me.streamed(1, pause_s=pause_s)
 
     scene.start("t", train, size=1, drain_s=0.1)
@@ -1398,7 +1373,7 @@ def streamed_anew(scene: Scene) -> None:
 
         try:
             me.streamed(1, pause_s=pause_s)
-        except VersionNotFound:
+        except errors.VersionNotFound:
             scene.reach("refused")
         else:
             demand(holds=False, why="I12: a stream went on in other content")
@@ -1421,7 +1396,7 @@ def streamed_after_a_lost_reply(scene: Scene) -> None:
     def consume(me: Process) -> None:
         scene.until("has 1")
         scene.losses[me] = puts("/readers/"), "lose reply"
-        with suppress(SourceLost, VersionNotFound):
+        with suppress(errors.SourceLost, errors.VersionNotFound):
             me.streamed(1)
         scene.reach("done")
 
@@ -1437,7 +1412,7 @@ def dropped_stream(scene: Scene) -> None:
         scene.until("has 1")
         if scene.seed % 2:
             scene.losses[me] = puts("/readers/"), "late"
-            with suppress(DeadlineExceeded, StoreUnavailable):
+            with suppress(errors.DeadlineExceeded, errors.StoreUnavailable):
                 me.streamed(1, timeout_s=1.0)
         else:
             me.streamed(1, leave_after=2)
@@ -1572,7 +1547,7 @@ def replaced_reader(scene: Scene) -> None:
         scene.slow_s[me] = 0.3  # three reads to reach the source take less than STALL_S
         try:
             replicate(me)
-        except SeatLost:
+        except errors.SeatLost:
             reads = (scene.now_s - scene.taken_s) / scene.slow_s[me]
             # Three to reach the source; two for the first batch, of many.
             demand(reads < 6, f"I6: its name was taken, and it made {reads:.0f} reads more")
@@ -1656,7 +1631,7 @@ def closed_coming_back(scene: Scene) -> None:
         scene.hold("follows", me, puts("/shards/"), lambda: "sits" in scene.reached)
         scene.end_lease(other)
         scene.until("sits")
-        with suppress(SeatLost):
+        with suppress(errors.SeatLost):
             publish(me, 1)
 
     scene.play(2, t=train)
@@ -1672,14 +1647,14 @@ def took_back(scene: Scene) -> None:
         over_s = scene.now_s + 3 * TTL_S
         try:  # one is told that etcd is away; the other has lost its seat by then
             unpublish(me, timeout_s=2 * TTL_S if me.rank == 0 else 3.0)
-        except TorchRosError:
+        except errors.TorchRosError:
             demand(me.rank == 1, "I2: the seat is lost, and the tensors are not given back")
         scene.when(lambda: scene.now_s > over_s, "back")
         while not {"r.1/0 has it", "r.1/1 has it"} <= scene.reached:
             demand(scene.now_s < over_s + 60, "I6: the ranks hold different things for ever")
             try:
                 me.handle.update(timeout_s=5)
-            except TorchRosError:
+            except errors.TorchRosError:
                 scene.sleep(0.5)
             else:
                 scene.checks.returned(me, 1)
@@ -1759,7 +1734,7 @@ def held_when_back(scene: Scene) -> None:
 
     def read(me: Process) -> None:
         scene.until("t.0/0 holds 1", "t.0/1 holds 1")
-        with never(DeadlineExceeded, "I6: all ranks hold it, and it is not offered"):
+        with never(errors.DeadlineExceeded, "I6: all ranks hold it, and it is not offered"):
             replicate(me, 2, timeout_s=6 * TTL_S)
         scene.reach("read")
 
@@ -1782,7 +1757,7 @@ def does_not_wait(scene: Scene) -> None:
             scene.until("does not wait")
             unpublish(me)
             scene.when(lambda: me.shard.group.state == "seated", "its seat")
-            with never(DeadlineExceeded, "I6: a rank that has published is waited for"):
+            with never(errors.DeadlineExceeded, "I6: a rank that has published is waited for"):
                 publish(me, 2, 12, timeout_s=5)
         scene.until("read")
 
@@ -1805,21 +1780,25 @@ def given_up_before(scene: Scene) -> None:
         meet(me, "holds nothing")
         if me.rank == 0:
             scene.cut(me, 1.5 * TTL_S)
-            with suppress(DeadlineExceeded, StoreUnavailable):  # and cannot tell its peer
+            with suppress(
+                errors.DeadlineExceeded, errors.StoreUnavailable
+            ):  # and cannot tell its peer
                 publish(me, 2, 12, timeout_s=1)
                 raise Broken("I6: etcd is away, and offers it")
             demand(not publish(me, 3, 13, store_wait_s=0), "I6: etcd is away, and offers it")
             scene.when(lambda: me.shard.group.state == "seated", "its seat")
         else:
             began_s = scene.now_s
-            with suppress(CallAborted):
+            with suppress(errors.CallAborted):
                 publish(me, 2, 12, timeout_s=200)
                 raise Broken("I7: it is offered without one rank")
             took_s = scene.now_s - began_s
             demand(took_s < 100, f"I6: a rank gave up, and was waited for {took_s:.0f} s")
-            with suppress(CallAborted):  # if its peer has seen meanwhile that it waits in vain
+            with suppress(
+                errors.CallAborted
+            ):  # if its peer has seen meanwhile that it waits in vain
                 publish(me, 3, 13)
-        with never(TorchRosError, "I6: what was given up is in the way"):
+        with never(errors.TorchRosError, "I6: what was given up is in the way"):
             unpublish(me)
             publish(me, 4, 14, timeout_s=20)
         scene.checks.returned(me, 4)
@@ -1861,7 +1840,7 @@ def came_to_nothing(scene: Scene) -> None:
 
     def read(me: Process) -> None:
         scene.until("knows")
-        with never(DeadlineExceeded, "I6: all ranks hold it, and it is not offered"):
+        with never(errors.DeadlineExceeded, "I6: all ranks hold it, and it is not offered"):
             replicate(me, 4, timeout_s=6 * TTL_S)
         scene.reach("read")
 
@@ -1891,7 +1870,7 @@ def retained_meanwhile(scene: Scene) -> None:
     def read(me: Process) -> None:
         scene.until("t.1/0 lets go of 1", "t.1/1 lets go of 1")
         scene.sleep(2 * TTL_S)
-        with never(DeadlineExceeded, "I4: what it retains was given up"):
+        with never(errors.DeadlineExceeded, "I4: what it retains was given up"):
             replicate(me, timeout_s=6 * TTL_S)
         demand(me.handle.version == 2, f"I4: {me.handle.version} is the latest")
         scene.reach("read")
@@ -2031,7 +2010,7 @@ def withdrawn(scene: Scene) -> None:
         me.shard.tensors.written = lambda: Write("w0", 1, is_certain=True)
         try:
             me.handle.unpublish()
-        except ContractBroken:
+        except errors.ContractBroken:
             me.scribble_if_free()
         else:
             raise Broken("a write to what was published is not told")
@@ -2081,7 +2060,7 @@ def other_bytes(scene: Scene) -> None:
     def train_too(me: Process) -> None:
         scene.until("offered")
         me.fill(8)
-        with suppress(VersionConflict):
+        with suppress(errors.VersionConflict):
             me.handle.publish(1, timeout_s=100)
             raise Broken("I1: two offer other bytes under one number")
         demand(me.handle.version is None, "I5: what was refused is held")
@@ -2113,7 +2092,7 @@ def older_goes_on(scene: Scene) -> None:
     def train_too(me: Process) -> None:
         scene.until("offered")
         scene.hold("compares", me, reads_shards, lambda: "2 is there" in scene.reached)
-        with never(VersionConflict, "I6: it was compared with the version after it"):
+        with never(errors.VersionConflict, "I6: it was compared with the version after it"):
             publish(me, 1)
         demand("after compares" in scene.reached, "it was not compared")
         scene.reach("1 is there")
@@ -2131,20 +2110,22 @@ def older_goes_on(scene: Scene) -> None:
 
 def who_is_believed(_: Scene) -> None:
     """What ranks that come back hold together, by what each of them knows. (Of the rule alone.)"""
-    held = Kept(VersionRef("run", 1, "uid", 1), 3, "L", is_original=True)
-    was, is_source = Asked("publish", 1), Outcome(is_source=True)
-    publish_3 = Call(3, "publish", was, ref=held.ref, outcome=is_source)
-    unpublish_4 = Call(4, "unpublish", Asked("unpublish", 1), ref=held.ref, outcome=Outcome())
-    back = partial(ShardRecord, "h", card=b"", is_back=True)
+    held = records.Kept(records.VersionRef("run", 1, "uid", 1), 3, "L", is_original=True)
+    was, is_source = records.Asked("publish", 1), records.Outcome(is_source=True)
+    publish_3 = records.Call(3, "publish", was, ref=held.ref, outcome=is_source)
+    unpublish_4 = records.Call(
+        4, "unpublish", records.Asked("unpublish", 1), ref=held.ref, outcome=records.Outcome()
+    )
+    back = partial(records.ShardRecord, "h", card=b"", is_back=True)
     holder = back(pid=1, kept=held, ended=[publish_3])
     in_it = back(pid=2, pending=3)
     elsewhere = back(pid=3, pending=2)
     gave_up = back(pid=4, ended=[publish_3, unpublish_4])
-    nobody_waits = Outcome(Failure("CallAborted", {}, 0))
+    nobody_waits = records.Outcome(records.Failure("CallAborted", {}, 0))
     cut_off = back(pid=5, ended=[msgspec.structs.replace(publish_3, outcome=nobody_waits)])
     calls, _ = membership.adopted([cut_off, holder, cut_off])
     demand(calls == [publish_3], "I3: who gave a call up is believed, not who knows its end")
-    end = Outcome(is_source=True, said="L", answers=answers_of({0: "a", 1: "a"}))
+    end = records.Outcome(is_source=True, said="L", answers=records.answers_of({0: "a", 1: "a"}))
     known = msgspec.structs.replace(publish_3, outcome=end)
     ready = back(pid=6, pending=3, ready=known, answer="a")
     newer = msgspec.structs.replace(ready, pid=7, ready=publish_3)  # it knows of no such end
@@ -2179,7 +2160,7 @@ def _lacks(me: Process, call: Callable[[], object]) -> None:
     """A call of a replica that lacks a cell fails on all ranks, which says where it is."""
     try:
         call()
-    except ManifestMismatch as error:
+    except errors.ManifestMismatch as error:
         is_named = "'w0'" in str(error) and "box from [5] to [6]" in str(error)
         demand(is_named, f"I9: a cell is missing, and {error}")
     else:
@@ -2271,7 +2252,7 @@ def a_part_is_copied(scene: Scene) -> None:
         scene.slow_s[me] = 60.0  # before it is seen that a cell is missing
         try:
             publish(me, 1, timeout_s=5)
-        except TorchRosError:
+        except errors.TorchRosError:
             scene.reach(f"{me} is ready")
         scene.until("t.0/0 is ready", "t.0/1 is ready")
         unpublish(me)
@@ -2324,7 +2305,7 @@ def suspected_newer(scene: Scene, retain: str = "latest") -> None:
         if retain == "latest":
             scene.at(scene.now_s, scene.kill_process, scene.start_named("u").processes[0])
         scene.failing[me] = 1
-        with suppress(SourceLost, DeadlineExceeded):
+        with suppress(errors.SourceLost, errors.DeadlineExceeded):
             replicate(me, 2, timeout_s=3)
         scene.until("over")
 
@@ -2353,7 +2334,7 @@ def unpublished_alone(scene: Scene) -> None:
 
     def read(me: Process) -> None:
         scene.slow_s[me] = 50.0
-        with suppress(TorchRosError):
+        with suppress(errors.TorchRosError):
             replicate(me, 5, timeout_s=80)
             raise Broken("I2: a reader got what was taken back")
         scene.until("t.0/0 has 6", "t.0/1 has 6")
@@ -2369,7 +2350,7 @@ def unpublished_alone(scene: Scene) -> None:
             scene.reach("unpublished")
         else:  # it failed on its way there
             scene.until("unpublished")
-            with suppress(DeadlineExceeded):  # there is nothing to read
+            with suppress(errors.DeadlineExceeded):  # there is nothing to read
                 me.handle.update("latest", timeout_s=5)
             demand(me.handle.version is None, "I2: what its group has given up is held")
             me.scribble_if_free()
@@ -2392,7 +2373,9 @@ def unpublished_meanwhile(scene: Scene) -> None:
         if me.rank == 0:
             unpublish(me)  # it waits for the other rank's part of the copy
         else:
-            scene.when(lambda: _has_call("t", scene, Asked("unpublish", 5)), "the unpublish")
+            scene.when(
+                lambda: _has_call("t", scene, records.Asked("unpublish", 5)), "the unpublish"
+            )
         save(me, 6, 15)
         scene.checks.returned(me, 6)
         scene.reach(f"{me} has 6")
@@ -2408,7 +2391,7 @@ def unpublished_meanwhile(scene: Scene) -> None:
     scene.play(2, t=train)
 
 
-def _has_call(replica: str, scene: Scene, asked: Asked) -> bool:
+def _has_call(replica: str, scene: Scene, asked: records.Asked) -> bool:
     """Whether the group has made that call, the last time it made any."""
     calls = [c for (inst, _), c in scene.checks.decided.items() if k.replica_of(inst) == replica]
     return bool(calls) and calls[-1].asked == asked
@@ -2421,12 +2404,12 @@ def failed_before(scene: Scene) -> None:
     def train(me: Process) -> None:
         save(me, 5, 15)
         if me.rank == 0:
-            with suppress(DeadlineExceeded):
+            with suppress(errors.DeadlineExceeded):
                 save(me, 6, 15, timeout_s=5)
                 raise Broken("I7: it is offered without one rank")
             scene.reach("failed")
         scene.until("failed")
-        with never(TorchRosError, "I6: its ranks are out of step for good"):
+        with never(errors.TorchRosError, "I6: its ranks are out of step for good"):
             is_new = me.handle.update("latest", timeout_s=20)
             demand(not is_new and me.handle.version == 5, "I3: it does not hold what it held")
             scene.reach(f"{me} is in step")
@@ -2439,7 +2422,7 @@ def failed_before(scene: Scene) -> None:
 
     def read(me: Process) -> None:
         scene.until("t.0/0 is in step", "t.0/1 is in step")
-        with never(TorchRosError, "I6: what is offered cannot be read"):
+        with never(errors.TorchRosError, "I6: what is offered cannot be read"):
             replicate(me, 5, timeout_s=20)
         scene.reach("read")
         scene.until("t.0/0 is done", "t.0/1 is done")
@@ -2463,7 +2446,7 @@ def begins_late(scene: Scene) -> None:
         begun = me.handle.checkpoints.begin("save", 5, storage)
         scene.reach("begun" if me.rank == 0 else "both have begun")
         scene.until("both have begun")
-        with never(TorchRosError, "I6: a rank that was late was not waited for"):
+        with never(errors.TorchRosError, "I6: a rank that was late was not waited for"):
             save(me, 5, 15, begun=begun)
         meet(me)
 
@@ -2478,7 +2461,7 @@ def never_comes(scene: Scene) -> None:
         begun = me.handle.checkpoints.begin("save", 5, storage)
         began_s = scene.now_s
         if me.rank == 0:
-            with suppress(CallAborted):
+            with suppress(errors.CallAborted):
                 save(me, 5, 15, timeout_s=200, begun=begun)
                 raise Broken("I7: it is offered without one rank")
             took_s = scene.now_s - began_s

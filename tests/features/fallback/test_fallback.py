@@ -14,18 +14,9 @@ from kit import both_stores, inside, read_only
 import torch_ros
 import torch_ros.bucket
 from puppets.objects import ObjectServer
+from torch_ros import errors
 from torch_ros.bucket import objects
 from torch_ros.bucket.archive import Archiver, Form
-from torch_ros.errors import (
-    BucketError,
-    CallMismatch,
-    DeadlineExceeded,
-    SeatLost,
-    StoreUnavailable,
-    UnreadableVersion,
-    UsageError,
-    VersionNotFound,
-)
 from torch_ros.features.fallback import flow, rules, stored
 from torch_ros.features.fallback.rules import GAP_S
 from torch_ros.protocol.call import GroupCall
@@ -217,7 +208,7 @@ def test_no_bucket_is_asked_while_etcd_is_away(etcd_server, url, served, caplog,
     with torch_ros.open("m", replica="r", bucket=url, **options) as reader:
         reader.register(zeros())
         etcd_server.kill()
-        with pytest.raises((DeadlineExceeded, SeatLost, StoreUnavailable)):
+        with pytest.raises((errors.DeadlineExceeded, errors.SeatLost, errors.StoreUnavailable)):
             reader.replicate("latest", missing_ok=True, timeout_s=5 * TTL_S)
         assert "asking" not in caplog.text
         etcd_server.start()
@@ -232,7 +223,7 @@ def test_an_update_of_who_holds_nothing_has_the_buckets_newest_and_a_number_has_
 ):
     archived(7)
     reader, mine = begun()
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(errors.DeadlineExceeded):
         reader.replicate(7, timeout_s=A_WHILE_S)
     assert reader.update("latest") is True
     assert (mine["w"] == 7).all()
@@ -261,7 +252,7 @@ def test_none_is_said_of_an_empty_bucket_only_after_it_was_asked(begun, patient)
     assert reader.replicate("latest", missing_ok=True) is None
     assert time.monotonic() - began_s >= QUIET_S
     assert not mine["w"].any()
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(errors.DeadlineExceeded):
         reader.replicate("latest", timeout_s=A_WHILE_S)
 
 
@@ -274,9 +265,9 @@ def test_a_bucket_that_does_not_answer_is_an_error_only_where_none_may_be_said(
     monkeypatch.setattr(objects, "RETRIES", 0)
     server.close()
     reader = opened("reader", zeros(), bucket="s3://weights/p", ttl_s=TTL_S)
-    with pytest.raises(BucketError):
+    with pytest.raises(errors.BucketError):
         reader.replicate("latest", missing_ok=True)
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(errors.DeadlineExceeded):
         reader.replicate("latest", timeout_s=A_WHILE_S)
     assert "it waits on, and asks again" in caplog.text
 
@@ -288,7 +279,9 @@ def test_memory_that_may_only_be_read_is_named_before_a_bucket_is_read(
     archived(1)
     reader = opened("reader", bucket=url, ttl_s=TTL_S)
     reader.register({**zeros(), "w": read_only(tmp_path / "w", COUNT)})
-    with pytest.raises(UsageError, match="replicate: tensor 'w' lies in memory that .* only read"):
+    with pytest.raises(
+        errors.UsageError, match="replicate: tensor 'w' lies in memory that .* only read"
+    ):
         reader.replicate("latest", missing_ok=missing_ok)
 
 
@@ -306,7 +299,7 @@ def test_a_corrupt_version_leads_to_the_one_before_and_if_none_is_left_that_is_s
     reader.unpublish()
     spoil(url, 6)
     for missing_ok in (True, False):
-        with pytest.raises(BucketError):
+        with pytest.raises(errors.BucketError):
             reader.replicate("latest", missing_ok=missing_ok)
         assert reader.version is None
 
@@ -318,10 +311,10 @@ def test_a_store_that_fails_while_it_is_read_costs_no_version(archived, begun, m
 
     def refuses(self, key, *_):
         monkeypatch.setattr(objects.ObjectStore, "get_ranges", get_ranges)
-        raise BucketError(self.url, key, "503", "wait")
+        raise errors.BucketError(self.url, key, "503", "wait")
 
     monkeypatch.setattr(objects.ObjectStore, "get_ranges", refuses)
-    with pytest.raises(BucketError, match="503"):
+    with pytest.raises(errors.BucketError, match="503"):
         reader.replicate("latest")
     assert reader.replicate("latest") == 8
     assert (mine["w"] == 8).all()
@@ -351,7 +344,7 @@ def test_where_nothing_can_be_read_that_is_there_none_is_not_said(archived, begu
     bucket = torch_ros.bucket.open(url, reader.model)
     [of] = bucket.kept()
     Path(url, bucket.root, of.key).write_text("{}")
-    with pytest.raises(UnreadableVersion):
+    with pytest.raises(errors.UnreadableVersion):
         reader.replicate("latest", missing_ok=True)
 
 
@@ -436,9 +429,9 @@ def test_a_rank_whose_tensors_no_version_has_is_heard_by_all(archived, ranks, po
 
     def replicate(rank):
         rank.register(zeros() if rank.rank == 0 else {"head": torch.zeros(2)})
-        with pytest.raises(VersionNotFound):  # a part of one was read
+        with pytest.raises(errors.VersionNotFound):  # a part of one was read
             rank.replicate("latest", missing_ok=True, timeout_s=60)
-        with pytest.raises(DeadlineExceeded):  # it waits for a trainer
+        with pytest.raises(errors.DeadlineExceeded):  # it waits for a trainer
             rank.replicate("latest", timeout_s=A_WHILE_S)
 
     list(pool.map(replicate, ranks("reader", bucket=url, ttl_s=TTL_S)))
@@ -453,7 +446,7 @@ def test_a_rank_without_a_bucket_does_not_say_none_for_all(archived, opened, poo
     for handle in handles:
         handle.register(zeros())
     first, _ = [pool.submit(handle.replicate, "latest", missing_ok=True) for handle in handles]
-    with pytest.raises(CallMismatch):
+    with pytest.raises(errors.CallMismatch):
         first.result()
 
 
@@ -486,8 +479,8 @@ def test_ranks_that_fail_in_two_ways_go_on_by_what_ended_their_call(
     archived(6, 7)
     both_read, has_ended = threading.Barrier(2), threading.Event()
     failures = [
-        UnreadableVersion(url, "model.safetensors", "it is corrupt", "read another"),
-        BucketError(url, "model.safetensors", "503", "wait"),
+        errors.UnreadableVersion(url, "model.safetensors", "it is corrupt", "read another"),
+        errors.BucketError(url, "model.safetensors", "503", "wait"),
     ]
     rounds = failures if first == "corrupt" else failures[::-1]
     give_up = GroupCall.give_up
@@ -514,11 +507,11 @@ def test_ranks_that_fail_in_two_ways_go_on_by_what_ended_their_call(
         rank.register(mine)
         try:
             return rank.replicate("latest", timeout_s=60)
-        except BucketError as error:
+        except errors.BucketError as error:
             return type(error)
 
     found = list(pool.map(replicate, ranks("reader", bucket=url, ttl_s=TTL_S)))
-    assert found == ([6, 6] if first == "corrupt" else [BucketError, BucketError])
+    assert found == ([6, 6] if first == "corrupt" else [errors.BucketError, errors.BucketError])
 
 
 @pytest.mark.parametrize("has_one", [0, 1])
@@ -533,7 +526,9 @@ def test_a_rank_without_a_bucket_fails_the_call_of_all(archived, opened, pool, u
         handle.register(zeros())
     calls = [pool.submit(handle.replicate, "latest") for handle in handles]
     for call in calls:
-        with pytest.raises(UsageError, match=rf"rank {1 - has_one} was opened without bucket="):
+        with pytest.raises(
+            errors.UsageError, match=rf"rank {1 - has_one} was opened without bucket="
+        ):
             call.result()
 
 
@@ -559,7 +554,7 @@ def test_an_archiver_sees_nothing_of_what_comes_from_a_bucket(archived, begun, o
     assert archiver.behind() is None
     archiver.collect()
     assert list(bucket.keys()) == before
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(errors.DeadlineExceeded):
         handle.archives.wait(bool, timeout_s=1)
     assert handle.wait(bool) == {7: {"reader"}}
     archiver.say()
@@ -604,7 +599,7 @@ def test_a_read_that_takes_too_long_ends_with_its_deadline_and_says_how_far_it_w
 
     monkeypatch.setattr(objects.ObjectStore, "get_ranges", stands_still)
     try:
-        with pytest.raises(DeadlineExceeded, match=f"0 of {4 * (COUNT + 3)} bytes"):
+        with pytest.raises(errors.DeadlineExceeded, match=f"0 of {4 * (COUNT + 3)} bytes"):
             reader.replicate("latest", timeout_s=A_WHILE_S)
         threads = set(threading.enumerate())
     finally:
@@ -617,12 +612,12 @@ def test_a_read_that_takes_too_long_ends_with_its_deadline_and_says_how_far_it_w
 
 
 def test_the_run_of_what_comes_from_a_bucket_cannot_be_asked_for(opened, url, monkeypatch):
-    with pytest.raises(UsageError, match="run='bucket'"):
+    with pytest.raises(errors.UsageError, match="run='bucket'"):
         opened("trainer", run="bucket")
-    with pytest.raises(UsageError, match="no store"):
+    with pytest.raises(errors.UsageError, match="no store"):
         opened("trainer", bucket="nonsense://here")
     monkeypatch.setenv("TORCH_ROS_BUCKET", "nonsense://here")
-    with pytest.raises(UsageError, match="no store"):
+    with pytest.raises(errors.UsageError, match="no store"):
         opened("trainer")
 
 

@@ -13,14 +13,7 @@ import torch.distributed.checkpoint as dcp
 from kit import at_once, both_stores, inside, until
 
 import torch_ros.dcp
-from torch_ros.errors import (
-    ClosedError,
-    DeadlineExceeded,
-    InstallRejected,
-    TorchRosError,
-    UsageError,
-    VersionNotFound,
-)
+from torch_ros import errors
 from torch_ros.features.installs import installing
 from torch_ros.features.installs.records import NAME, Install, Rejection
 from torch_ros.features.installs.rules import own_key
@@ -75,7 +68,7 @@ def vanish(handle, *, for_good=False):
 def test_a_trainer_waits_until_an_engine_uses_its_version(opened, trainer):
     rollout = engine(opened)
     assert says(trainer) == (None, None, None)
-    with pytest.raises(DeadlineExceeded, match="'engine' is at no version"):
+    with pytest.raises(errors.DeadlineExceeded, match="'engine' is at no version"):
         trainer.wait_installed(1, timeout_s=0.2)
     with rollout.installing("latest") as ref:
         assert says(trainer) == (None, 1, None)
@@ -87,7 +80,7 @@ def test_a_trainer_waits_until_an_engine_uses_its_version(opened, trainer):
     with rollout.installing(2):
         # It goes on to a newer one: it can use none below 1 any more.
         assert trainer.wait_installed(1, timeout_s=1).active
-        with pytest.raises(DeadlineExceeded, match="trying 2"):
+        with pytest.raises(errors.DeadlineExceeded, match="trying 2"):
             trainer.wait_installed(2, timeout_s=0.2)
         rollout.read(2, {"w": torch.empty(4)})
 
@@ -103,14 +96,16 @@ def test_an_exception_rejects_and_an_empty_block_says_that_the_old_weights_are_b
     with pytest.raises(ValueError, match="no place"), rollout.installing(2):
         raise ValueError("no place for w")
     assert says(trainer) == (None, None, 2)
-    with pytest.raises(InstallRejected, match=r"rank 0 of 'engine': ValueError: no place for w"):
+    with pytest.raises(
+        errors.InstallRejected, match=r"rank 0 of 'engine': ValueError: no place for w"
+    ):
         trainer.wait_installed(2, timeout_s=5)
     with rollout.installing(1):
         pass
     assert says(trainer) == (1, None, 2)  # until 2 or a newer one is active
     install(rollout, 2)
     assert says(trainer) == (2, None, None)
-    with pytest.raises(UsageError, match="only grow within a run"):
+    with pytest.raises(errors.UsageError, match="only grow within a run"):
         install(rollout, 1)
     assert says(trainer) == (2, None, None)  # refused at once
 
@@ -124,7 +119,7 @@ def test_several_engines_answer_each_for_itself(opened, trainer):
     found = trainer.wait_installed(1)
     assert list(found.active) == ["good"]
     assert found.rejected == {"bad": (0, "ZeroDivisionError: ")}
-    with pytest.raises(DeadlineExceeded, match="'later' is missing, and was not heard of"):
+    with pytest.raises(errors.DeadlineExceeded, match="'later' is missing, and was not heard of"):
         trainer.wait_installed(1, replicas=["good", "later"], timeout_s=0.2)
     assert list(trainer.wait_installed(1).active) == ["good"]  # named in that wait only
 
@@ -141,12 +136,12 @@ def test_all_ranks_or_none(opened, ranks, pool, trainer):
     def tried(handle):
         try:
             bring(handle, fails=1)
-        except (InstallRejected, ValueError) as error:
+        except (errors.InstallRejected, ValueError) as error:
             return error
 
     zero, one = pool.map(tried, pair)
     assert isinstance(one, ValueError)
-    assert isinstance(zero, InstallRejected)
+    assert isinstance(zero, errors.InstallRejected)
     assert (zero.rank, zero.reason) == (1, "ValueError: rank's own")
     assert says(trainer) == (None, None, 1)
     list(pool.map(bring, pair))  # the next one is in step
@@ -163,7 +158,7 @@ def test_a_rank_that_fails_before_its_peers_read_ends_their_block(ranks, pool, t
                     raise ValueError("early")
                 failed.wait(10)
                 handle.read(1, {"w": torch.empty(4)}, timeout_s=15)
-        except InstallRejected as error:
+        except errors.InstallRejected as error:
             return error.rank
         except ValueError:
             failed.set()
@@ -186,7 +181,7 @@ def test_a_rank_whose_block_is_refused_when_its_peers_are_in_it_ends_theirs(
                 entered.set()
                 assert when == "while they wait" or refused.wait(10)
                 pair[0].read(1, {"w": torch.empty(4)})
-        except InstallRejected as error:
+        except errors.InstallRejected as error:
             return error.rank, error.reason
 
     def be_refused():
@@ -194,7 +189,7 @@ def test_a_rank_whose_block_is_refused_when_its_peers_are_in_it_ends_theirs(
         if when == "while they wait":
             group = pair[0]._shard.group
             until(lambda: group.ledger.pending > 1)
-        with pytest.raises(UsageError, match="newest"), pair[1].installing("newest"):
+        with pytest.raises(errors.UsageError, match="newest"), pair[1].installing("newest"):
             pass
         refused.set()
 
@@ -210,15 +205,15 @@ def test_a_rank_whose_block_is_refused_when_its_peers_are_in_it_ends_theirs(
 
 def test_a_block_brings_one_content_and_all_of_it(opened, trainer):
     rollout = engine(opened)
-    with pytest.raises(UsageError, match="has read nothing"), rollout.installing(1):
+    with pytest.raises(errors.UsageError, match="has read nothing"), rollout.installing(1):
         pass
-    with pytest.raises(UsageError, match="did not bring all"), rollout.installing(1):
+    with pytest.raises(errors.UsageError, match="did not bring all"), rollout.installing(1):
         stream = rollout.stream(1, ["w"], buffer_bytes=64)
     stream.close()
     with rollout.installing(1):
         assert dict(rollout.stream(1, ["w"], buffer_bytes=64))
     published(trainer, 2)
-    with pytest.raises(UsageError, match=r"has read \[2\]"), rollout.installing(1):
+    with pytest.raises(errors.UsageError, match=r"has read \[2\]"), rollout.installing(1):
         rollout.read(2, {"w": torch.empty(4)})
     for call in (
         lambda: rollout.read(2, {"w": torch.empty(4)}),
@@ -226,9 +221,9 @@ def test_a_block_brings_one_content_and_all_of_it(opened, trainer):
         rollout.replicate,
         rollout.update,
     ):
-        with pytest.raises(UsageError, match="within `with handle.installing"):
+        with pytest.raises(errors.UsageError, match="within `with handle.installing"):
             call()
-    with pytest.raises(UsageError, match="open the handle with installs=True"):
+    with pytest.raises(errors.UsageError, match="open the handle with installs=True"):
         trainer.installing(1).__enter__()
 
 
@@ -241,7 +236,7 @@ def test_a_missing_replica_has_not_answered_and_is_gone_after_two_ttls(opened, t
     assert trainer.wait_installed(1).active.keys() == {"stays", "dies"}
     vanish(dies, for_good=True)
     trainer.wait(lambda _: "dies" not in trainer.installs(), timeout_s=5)
-    with pytest.raises(DeadlineExceeded, match="'dies' is missing, and was at 1"):
+    with pytest.raises(errors.DeadlineExceeded, match="'dies' is missing, and was at 1"):
         trainer.wait_installed(1, timeout_s=2)
     trainer._installs._missing_s["dies"] = 9.5
     found = trainer.wait_installed(1, timeout_s=5)
@@ -283,7 +278,7 @@ def test_ctrl_c_before_a_block_is_left_does_not_refuse_the_next(opened, trainer)
 def test_an_install_in_the_block_of_another_ends_that(opened, trainer):
     rollout = engine(opened)
     with (
-        pytest.raises(UsageError, match="another install was begun in the block"),
+        pytest.raises(errors.UsageError, match="another install was begun in the block"),
         rollout.installing(1),
     ):
         install(rollout, 1)
@@ -292,7 +287,7 @@ def test_an_install_in_the_block_of_another_ends_that(opened, trainer):
 
 def test_a_handle_that_is_closed_in_the_block_and_a_fork_tell_nobody(opened, trainer):
     rollout = engine(opened)
-    with pytest.raises(ClosedError), rollout.installing(1):
+    with pytest.raises(errors.ClosedError), rollout.installing(1):
         rollout.close()
     assert "engine" not in trainer.installs()
     rollout = engine(opened)
@@ -312,13 +307,13 @@ def test_latest_waits_out_what_is_older_and_an_older_run_is_another(opened, trai
     published(trainer, 2)
     install(rollout, 2)
     trainer.unpublish()  # the newest that is available is 1
-    with pytest.raises(DeadlineExceeded, match="not available again"):
+    with pytest.raises(errors.DeadlineExceeded, match="not available again"):
         install_within(rollout, "latest", 0.2)
     assert says(trainer) == (2, None, None)
     other = opened("other", run="new")
     published(other, 1)
     assert install(rollout, 1).run == other.run
-    with pytest.raises(DeadlineExceeded, match=f"of run {other.run!r}"):
+    with pytest.raises(errors.DeadlineExceeded, match=f"of run {other.run!r}"):
         trainer.wait_installed(2, timeout_s=0.2)
 
 
@@ -336,7 +331,7 @@ def test_an_unreadable_record_holds_a_wait_while_its_replica_lives(opened, train
     group.kv.commit(Txn(ops=(Put(stray, b"?"),)), timeout_s=5)
     assert list(trainer.wait_installed(1).active) == ["engine"]
     group.kv.commit(Txn(ops=(Put(key, b"?"),)), timeout_s=5)
-    with pytest.raises(DeadlineExceeded, match="'engine' is at no version"):
+    with pytest.raises(errors.DeadlineExceeded, match="'engine' is at no version"):
         trainer.wait_installed(1, timeout_s=0.2)
 
 
@@ -360,11 +355,11 @@ def test_one_rank_asks_etcd_twice(opened, trainer, monkeypatch):
 def test_a_version_that_does_not_come_takes_nothing_away(opened, trainer):
     rollout = engine(opened)
     install(rollout, 1)
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(errors.DeadlineExceeded):
         install_within(rollout, 9, 0.2)
     published(trainer, 2)
     published(trainer, 3)
-    with pytest.raises(VersionNotFound):
+    with pytest.raises(errors.VersionNotFound):
         install_within(rollout, 2, 0.2)
     assert says(trainer) == (1, None, None)
 
@@ -409,16 +404,16 @@ def test_a_fresh_process_is_a_stranger_to_a_group_that_has_begun_an_install():
 def test_no_later_call_mends_one_that_has_not_brought_all(opened, trainer):
     rollout = engine(opened)
     with (
-        pytest.raises(UsageError, match=r"\['stream 1'\] of its block had begun"),
+        pytest.raises(errors.UsageError, match=r"\['stream 1'\] of its block had begun"),
         rollout.installing(1),
         rollout.stream(1, ["w"], buffer_bytes=64),
     ):
         rollout.read(1, {"w": torch.empty(4)})
     with (
-        pytest.raises(UsageError, match=r"\['read 1'\] of its block had begun"),
+        pytest.raises(errors.UsageError, match=r"\['read 1'\] of its block had begun"),
         rollout.installing(1),
     ):
-        with suppress(TorchRosError):
+        with suppress(errors.TorchRosError):
             rollout.read(1, {"w": torch.empty(5)})
         assert dict(rollout.stream(1, ["w"], buffer_bytes=64))
     with rollout.installing(1):
@@ -492,7 +487,7 @@ def test_what_one_thread_forgets_does_not_break_the_wait_of_another(trainer):
 
 
 def test_one_name_is_no_list_of_replicas(trainer):
-    with pytest.raises(UsageError, match="replicas='engine': expected a list"):
+    with pytest.raises(errors.UsageError, match="replicas='engine': expected a list"):
         trainer.wait_installed(1, replicas="engine")
 
 
@@ -536,11 +531,11 @@ def test_a_rank_that_fails_to_enter_what_is_active_ends_its_peers_block(
     def tried(handle):
         try:
             return install(handle, 1)
-        except (InstallRejected, KeyboardInterrupt) as error:
+        except (errors.InstallRejected, KeyboardInterrupt) as error:
             return type(error)
 
     monkeypatch.setattr(shard, "make", interrupted, raising=False)
-    assert list(pool.map(tried, pair)) == [InstallRejected, KeyboardInterrupt]
+    assert list(pool.map(tried, pair)) == [errors.InstallRejected, KeyboardInterrupt]
     assert says(trainer) == (None, None, 1)
     list(pool.map(lambda handle: install(handle, 1), pair))
     assert says(trainer) == (1, None, None)

@@ -12,17 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from kit import memory
 
-from torch_ros import Chunked, Float8
+from torch_ros import Chunked, Float8, errors
 from torch_ros.dcp import ROSWriter
-from torch_ros.errors import (
-    ClosedError,
-    DeadlineExceeded,
-    LoanBroken,
-    LoanRefused,
-    NotSupported,
-    UsageError,
-    VersionNotFound,
-)
 from torch_ros.features.lending import buffers
 from torch_ros.features.lending.memory import Loan
 from torch_ros.weights.manifest import Manifest
@@ -85,7 +76,9 @@ def test_nothing_is_read_into_a_loan(lender, borrower, opened):
     publish(lender, 1)
     with borrower.borrow() as loan:
         reader = opened("reader", {"w": loan["w"]})
-        with pytest.raises(UsageError, match="'w' lies in memory that this process may only read"):
+        with pytest.raises(
+            errors.UsageError, match="'w' lies in memory that this process may only read"
+        ):
             reader.replicate(1)
 
 
@@ -174,7 +167,7 @@ def test_a_copy_that_dcp_saves_is_lent_without_its_objects(lender, borrower):
 def test_a_bound_below_one_copy_lends_nothing(opened, borrower):
     lender = opened("lender", borrow_bytes=SHARD_BYTES - 1)
     publish(lender, 1)
-    with pytest.raises(LoanRefused):
+    with pytest.raises(errors.LoanRefused):
         borrower.borrow().__enter__()
 
 
@@ -186,7 +179,9 @@ def test_a_copy_that_grows_leaves_what_is_lent_alone(lender, borrower):
         with borrower.borrow(4) as last:
             assert torch.equal(last["w"], torch.full((900,), 4.0))
             lender.publish_copy(5, {"w": torch.zeros(10)})
-            with pytest.raises(LoanRefused):  # what is outgrown counts for as long as it is lent
+            with pytest.raises(
+                errors.LoanRefused
+            ):  # what is outgrown counts for as long as it is lent
                 lender.publish_copy(6, {"w": torch.zeros(1000)})
                 borrower.borrow().__enter__()
         assert has(first, 1)
@@ -219,7 +214,7 @@ def test_tensors_that_cannot_be_lent_are_named_with_the_way_out(opened, borrower
         lender.publish(1)
     else:
         publish(lender, 1)
-    with pytest.raises(NotSupported, match=r"\(rank 0: these are live.*publish_copy"):
+    with pytest.raises(errors.NotSupported, match=r"\(rank 0: these are live.*publish_copy"):
         borrower.borrow().__enter__()
 
 
@@ -231,7 +226,9 @@ def test_a_copy_on_a_gpu_is_not_lent(lender, borrower, monkeypatch):
 
     monkeypatch.setattr(buffers, "Manifest", on_a_gpu)
     publish(lender, 1)
-    with pytest.raises(NotSupported, match=r"on a GPU, and CUDA IPC is missing.*from host memory"):
+    with pytest.raises(
+        errors.NotSupported, match=r"on a GPU, and CUDA IPC is missing.*from host memory"
+    ):
         borrower.borrow().__enter__()
 
 
@@ -241,9 +238,9 @@ def test_a_version_that_only_readers_hold_is_not_lent(opened, lender, borrower):
     reader.replicate()
     publish(lender, 2)
     lender.unpublish()
-    with pytest.raises(LoanRefused, match="'reader'"):
+    with pytest.raises(errors.LoanRefused, match="'reader'"):
         borrower.borrow(1).__enter__()
-    with pytest.raises(DeadlineExceeded, match="held by replicas that read it"):
+    with pytest.raises(errors.DeadlineExceeded, match="held by replicas that read it"):
         borrower.borrow(timeout_s=0.2).__enter__()
 
 
@@ -264,7 +261,7 @@ def test_nothing_is_read_into_a_copy_that_is_lent(opened, borrower):
     with borrower.borrow() as tensors:
         lender.unpublish()
         publish(other, 2)
-        with pytest.raises(UsageError, match="only a copy"):
+        with pytest.raises(errors.UsageError, match="only a copy"):
             lender.replicate()
         got = {"w": torch.zeros(1000)}
         lender.register(got)
@@ -276,17 +273,17 @@ def test_nothing_is_read_into_a_copy_that_is_lent(opened, borrower):
 def test_who_says_what_it_uses_borrows_within_an_install_only(opened, lender):
     lender.publish_copy(1, {"w": torch.ones(4)})
     engine = opened("engine", installs=True)
-    with pytest.raises(UsageError, match="within `with handle.installing"), engine.borrow(1):
+    with pytest.raises(errors.UsageError, match="within `with handle.installing"), engine.borrow(1):
         pass
     with engine.installing(1):
-        with pytest.raises(VersionNotFound), engine.borrow(0):
+        with pytest.raises(errors.VersionNotFound), engine.borrow(0):
             pass
         with engine.borrow(1) as borrowed:
             assert borrowed.version == 1
 
 
 def test_a_version_that_is_no_version_is_refused(borrower):
-    with pytest.raises(UsageError):
+    with pytest.raises(errors.UsageError):
         borrower.borrow("newest").__enter__()
 
 
@@ -306,7 +303,7 @@ def test_a_handle_that_is_closed_inside_the_block_changes_nothing(lender, borrow
         publish(lender, 2)
         publish(lender, 3)
         assert has(tensors, 1)
-    with pytest.raises(ClosedError):
+    with pytest.raises(errors.ClosedError):
         borrower.borrow().__enter__()
 
 
@@ -322,7 +319,7 @@ def test_tensors_that_are_kept_stay_mapped(lender, borrower):
 
 def test_a_borrower_is_told_of_what_was_written_meanwhile(lender, borrower, loans):
     publish(lender, 1)
-    with pytest.raises(LoanBroken, match=r"version 1.*'lender'"), borrower.borrow():
+    with pytest.raises(errors.LoanBroken, match=r"version 1.*'lender'"), borrower.borrow():
         unlock(loans)
         publish(lender, 2)
         publish(lender, 3)
@@ -334,7 +331,7 @@ def test_an_error_in_the_block_is_told_with_that_of_the_loan(lender, borrower, l
     publish(lender, 1)
     with pytest.raises(ZeroDivisionError), borrower.borrow():
         1 / 0  # noqa: B018
-    with pytest.raises(LoanBroken) as told, borrower.borrow():
+    with pytest.raises(errors.LoanBroken) as told, borrower.borrow():
         unlock(loans)
         publish(lender, 2)
         publish(lender, 3)

@@ -14,15 +14,8 @@ import torch.distributed.checkpoint as dcp
 from kit import both_stores, inside, until
 
 import torch_ros
+from torch_ros import errors
 from torch_ros.dcp import ROSWriter
-from torch_ros.errors import (
-    ClosedError,
-    CorruptWeights,
-    DeadlineExceeded,
-    ManifestMismatch,
-    UsageError,
-    VersionNotFound,
-)
 from torch_ros.features.streams import filling
 from torch_ros.features.streams import stream as streams
 from torch_ros.p2p.memory import MemoryTransfer
@@ -256,7 +249,7 @@ def test_bad_arguments_of_one_rank_are_no_business_of_the_others(opened, ranks, 
 
     def stream(rank, fqns):
         if rank:
-            with pytest.raises(UsageError, match="twice"):
+            with pytest.raises(errors.UsageError, match="twice"):
                 engines[rank].stream(1, fqns, buffer_bytes=1)
         else:
             assert len(list(engines[rank].stream(1, fqns, buffer_bytes=1))) == 1
@@ -266,7 +259,7 @@ def test_bad_arguments_of_one_rank_are_no_business_of_the_others(opened, ranks, 
     assert [len(list(stream)) for stream in streams] == [1, 1]
     for bad in ({"fqns": "w00"}, {"buffer_bytes": 0}):
         options = {"fqns": ["w00"], "buffer_bytes": 1, **bad}
-        with pytest.raises(UsageError):
+        with pytest.raises(errors.UsageError):
             opened("alone").stream(1, options["fqns"], buffer_bytes=options["buffer_bytes"])
     assert is_over(engines[0])
 
@@ -277,11 +270,11 @@ def test_a_name_that_is_no_tensor_of_the_version_is_refused_at_once(opened):
     dcp.save({"w": torch.ones(3), "step": 7}, storage_writer=writer, no_dist=True)
     engine = opened("engine")
     for fqn in ("v", "step"):
-        with pytest.raises(ManifestMismatch, match=fqn):
+        with pytest.raises(errors.ManifestMismatch, match=fqn):
             engine.stream(1, ["w", fqn], buffer_bytes=64)
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(errors.DeadlineExceeded):
         engine.stream(2, ["w"], buffer_bytes=64, timeout_s=0.2)
-    with pytest.raises(VersionNotFound, match="no replica but this one"):
+    with pytest.raises(errors.VersionNotFound, match="no replica but this one"):
         trainer.stream(1, ["w"], buffer_bytes=64)
     until(lambda: is_over(engine))
 
@@ -379,7 +372,7 @@ def test_closing_the_handle_ends_its_streams(opened):
     assert not readers(trainer)
     assert not streams_of(engine)
     assert _same(tensor, tensors[fqn])
-    with pytest.raises(ClosedError):
+    with pytest.raises(errors.ClosedError):
         next(streams[0])
     streams[0].close()
     streams[1].close()
@@ -495,7 +488,7 @@ def test_a_handle_that_closes_beside_a_stream_that_begins_leaves_none(opened, mo
         return beside(shard, *args)
 
     monkeypatch.setattr(streams, "Filling", closing)
-    with pytest.raises(ClosedError):
+    with pytest.raises(errors.ClosedError):
         engine.stream(1, tensors, buffer_bytes=ROW)
     assert not streams_of(engine)
     inside(engine).is_closed = False
@@ -531,7 +524,7 @@ def test_what_is_not_what_was_published_is_read_elsewhere_or_refused(opened):
         got = dict(opened(digests=depth).stream(1, tensors, buffer_bytes=1 << 20))
         assert not torch.equal(got["w01"], tensors["w01"])
     good.close()
-    with pytest.raises(CorruptWeights, match="w01"):
+    with pytest.raises(errors.CorruptWeights, match="w01"):
         dict(opened(digests="full").stream(1, tensors, buffer_bytes=ROW))
     assert dict(opened("trusts").stream(1, tensors, buffer_bytes=ROW)).keys() == tensors.keys()
     assert trainer.version == 1
@@ -568,7 +561,7 @@ def test_digests_of_the_first_source_hold_for_those_that_have_none(opened):
             assert _same(tensor, tensors[fqn])
             came.append(fqn)
 
-    with pytest.raises(CorruptWeights, match="w03"):
+    with pytest.raises(errors.CorruptWeights, match="w03"):
         consume()
     assert came == ["w00", "w01", "w02"]
     [tally] = [
