@@ -129,8 +129,7 @@ def comes_last(scene: Scene) -> None:
         scene.reach("t")
         _reading(scene, "r1")
         [near] = scene.start_named("r").processes
-        scene.reach("reading")
-        scene.until("claims")
+        scene.reach("reading", until="claims")
         scene.hold("gives up", me, ends, lambda: near.reads_from)
         unpublish(me)
         scene.until("r has it", "r1 has it")
@@ -152,24 +151,20 @@ def last_of_two(scene: Scene) -> None:
     def follow(me: Process) -> None:
         _reading(scene, "r")
         replicate(me)
-        scene.reach("w has it")
-        scene.until("gives up" if is_race else "t gave up")
+        scene.reach("w has it", until="gives up" if is_race else "t gave up")
         took_s = unpublish(me)
         demand(took_s < SOON_S, f"I14: a slow link held unpublish up for {took_s:.1f} s")
-        scene.reach("w gave up")
-        scene.until("r has it")
+        scene.reach("w gave up", until="r has it")
 
     def train(me: Process) -> None:
         publish(me, 1)
-        scene.reach("t")
-        scene.until("w has it")
+        scene.reach("t", until="w has it")
         if is_race:
             gone = lambda: "w gave up" in scene.reached
             scene.hold("gives up", me, puts("/decisions/t@"), gone)
         took_s = unpublish(me)
         demand(took_s < SOON_S, f"I14: a slow link held unpublish up for {took_s:.1f} s")
-        scene.reach("t gave up")
-        scene.until("r has it")
+        scene.reach("t gave up", until="r has it")
 
     scene.start("t", train, size=1, datacenter="west")
     scene.start("w", follow, size=1, datacenter="west")
@@ -197,8 +192,7 @@ def slow_to_come(scene: Scene) -> None:
         scene.reach("t")
         _reading(scene, "r")
         unpublish(me)
-        scene.reach("t gave up")
-        scene.until("r has it")
+        scene.reach("t gave up", until="r has it")
         _released(me, 5.0)
 
     scene.start("t", train, size=_size(scene), datacenter="west")

@@ -20,23 +20,19 @@ def cleared_meanwhile(scene: Scene) -> None:
         for version in (2, 3, 4):
             unpublish(me)
             publish(me, version)
-            scene.reach(f"{version}")
-            scene.until("cleared")
+            scene.reach(f"{version}", until="cleared")
         scene.until("over")
 
     def go_on(me: Process) -> None:
         replicate(me, 1)
-        scene.reach("holds 1")
-        scene.until("2")
+        scene.reach("holds 1", until="2")
         me.handle.update(timeout_s=100)
         scene.checks.returned(me, me.handle.version)
-        scene.reach("nobody holds 1")
-        scene.until("over")
+        scene.reach("nobody holds 1", until="over")
 
     def serve(me: Process) -> None:
         me.read(1, 100)
-        scene.reach("has read 1")
-        scene.until("clears")
+        scene.reach("has read 1", until="clears")
         scene.hold("completes", me, makes_full, lambda: "cleared" in scene.reached)
         me.handle.serve(timeout_s=100)
         scene.until("over")
@@ -44,8 +40,7 @@ def cleared_meanwhile(scene: Scene) -> None:
     def read(me: Process) -> None:
         scene.until("cleared")
         replicate(me, 1)
-        scene.reach("read")
-        scene.until("over")
+        scene.reach("read", until="over")
 
     def collect(me: Process) -> None:
         kv = me.shard.group.kv

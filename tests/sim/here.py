@@ -17,8 +17,7 @@ def _publish_two(me: Process) -> None:
     """The first is held here, and beside the trainer, before it goes."""
     scene = me.world
     publish(me, 1)
-    scene.reach("t has 1")
-    scene.until("r has 1", "w has 1")
+    scene.reach("t has 1", until=("r has 1", "w has 1"))
     unpublish(me)
     publish(me, 2, 8)
     scene.reach("t has 2")
@@ -27,8 +26,7 @@ def _publish_two(me: Process) -> None:
 def _stay(me: Process, *until: str) -> None:
     scene = me.world
     replicate(me, 1)
-    scene.reach(f"{me.start.replica} has 1")
-    scene.until(*until)
+    scene.reach(f"{me.start.replica} has 1", until=until)
 
 
 def _update(me: Process, slow_s: float = 0.0) -> None:
@@ -97,8 +95,7 @@ def asked_meanwhile(scene: Scene) -> None:
         scene.reach("r has 2")
 
     def come(me: Process) -> None:
-        scene.reach("opened")
-        scene.until("r has 2")
+        scene.reach("opened", until="r has 2")
 
     def meanwhile() -> None:
         scene.start("r1", come, size=1, datacenter="east", retain=HERE)

@@ -119,8 +119,7 @@ def slow_rank_told_to_stop(scene: Scene) -> None:
             mine.append(version)
             demand(version < 6, "I6: a rank that was told to stop is never asked")
             if is_slow:
-                scene.reach(f"slow has {version}")
-                scene.until(f"{version + 1}")
+                scene.reach(f"slow has {version}", until=f"{version + 1}")
                 scene.sleep(SOON_S)
         told[me.rank] = mine
         if len(told) == 2:

@@ -27,14 +27,12 @@ def _train(me: Process) -> None:
     scene.until("r.1/0 has 1", "r.1/1 has 1")
     unpublish(me)
     publish(me, 2, 2)
-    scene.reach("2 is there")
-    scene.until("over")
+    scene.reach("2 is there", until="over")
 
 
 def _begin(me: Process) -> None:
     replicate(me, 1)
-    me.world.reach(f"{me} has 1")
-    me.world.until("2 is there")
+    me.world.reach(f"{me} has 1", until="2 is there")
 
 
 def _end(me: Process) -> None:
@@ -115,8 +113,7 @@ def left_out(scene: Scene) -> None:
             demand(not me.handle.update("latest", timeout_s=LONG_S), "I3: there is nothing newer")
             scene.reach("left out")
         scene.until("left out")
-        scene.reach(f"{me} has 1")
-        scene.until("2 is there")
+        scene.reach(f"{me} has 1", until="2 is there")
         if me.rank == 0:
             scene.when(lambda: _waits(scene, Asked("update", "latest")), "a peer that waits")
         _go_to_2(me)
@@ -134,13 +131,11 @@ def far_behind(scene: Scene) -> None:
         me.world.reach(f"{me} has 0")
         scene.until("r.1/0 has 0", "r.1/1 has 0")
         if me.rank == late:
-            scene.reach(f"{me} has 1")
-            scene.until("2 is there")
+            scene.reach(f"{me} has 1", until="2 is there")
         for _ in range(2 * KNOWN_KEPT):
             is_new = me.handle.update("latest", timeout_s=LONG_S)
             demand(not is_new, f"I3: {me} is told of 2, and its peer was not")
-        scene.reach(f"{me} has 1" if me.rank != late else "level")
-        scene.until("2 is there", "level")
+        scene.reach(f"{me} has 1" if me.rank != late else "level", until=("2 is there", "level"))
         _go_to_2(me)
 
     scene.start("t", _train, size=1)
@@ -196,8 +191,7 @@ def leaves_a_loop(scene: Scene) -> None:
     def follow(me: Process) -> None:
         versions = me.handle.follow(timeout_s=LONG_S)
         scene.checks.returned(me, next(versions))
-        scene.reach(f"{me} has 1")
-        scene.until("2 is there")
+        scene.reach(f"{me} has 1", until="2 is there")
         began_s = scene.now_s
         try:
             next(versions)
@@ -221,8 +215,7 @@ def follows_again(scene: Scene) -> None:
 
     def follow(me: Process) -> None:
         _first_version(me)
-        scene.reach(f"{me} has 1")
-        scene.until("2 is there")
+        scene.reach(f"{me} has 1", until="2 is there")
         if me.rank == scene.seed % 2:
             scene.when(lambda: _waits(scene, Asked("follow", "latest")), "a peer that waits")
             scene.sleep(SOON_S)
@@ -273,8 +266,7 @@ def gives_up_first(scene: Scene) -> None:
         readers = scene.start_named("r").processes
         scene.when(lambda: all(reader.reads_from for reader in readers), "two readers")
         me.mute_until_s = scene.now_s + LONG_S
-        scene.reach("mute")
-        scene.until("over")
+        scene.reach("mute", until="over")
 
     def read(me: Process) -> None:
         scene.until("t")

@@ -25,8 +25,7 @@ class OfTwoMinds:
 def _train(me: Process, number: int) -> None:
     me.world.until(*map(str, range(1, number)))
     publish(me, number, number)
-    me.world.reach(f"{number}")
-    me.world.until("over")
+    me.world.reach(f"{number}", until="over")
 
 
 def chosen(scene: Scene) -> None:

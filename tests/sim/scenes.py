@@ -124,9 +124,11 @@ class Scene(World):
     def content(self, version: int) -> int:
         return self.contents[version]
 
-    def reach(self, where: str) -> None:
+    def reach(self, where: str, *, until: str | Sequence[str] = ()) -> None:
+        """Say that it is reached; then wait until others are."""
         self.tell("the scene", f"reaches: {where}")
         self.reached.add(where)
+        self.until(*([until] if isinstance(until, str) else until))
 
     def until(self, *wheres: str, limit_s: float = 300.0) -> None:
         self.when(lambda: {*wheres} <= self.reached, f"{wheres} reached", limit_s)
@@ -284,8 +286,7 @@ def unpublish(process: Process, timeout_s: float = 100) -> float:
 def meet(me: Process, where: str = "") -> None:
     """Wait until all ranks of its replica have come there."""
     wheres = [f"{each} {where}".rstrip() for each in me.start.processes]
-    me.world.reach(wheres[me.rank])
-    me.world.until(*wheres)
+    me.world.reach(wheres[me.rank], until=(*wheres,))
 
 
 def burst(scene: Scene) -> None:
@@ -306,13 +307,11 @@ def digests_of_the_next(scene: Scene) -> None:
         scene.when(lambda: late, "a reader between a word and what is shown with it")
         unpublish(me)
         publish(me, 2, 2)
-        scene.reach("2 is there")
-        scene.until("r2 has 1")
+        scene.reach("2 is there", until="r2 has 1")
 
     def read_afar(me: Process) -> None:
         replicate(me, 1)
-        scene.reach("r1 has 1")
-        scene.until("r2 has 1")
+        scene.reach("r1 has 1", until="r2 has 1")
 
     def read(me: Process) -> None:
         scene.until("r1 has 1")
@@ -437,8 +436,7 @@ def late_landing(
         replicate(me)
         scene.sleep(10)
         scene.checks.returned(me, 1)
-        scene.reach(str(me.rank))
-        scene.until(*map(str, range(readers)))
+        scene.reach(str(me.rank), until=(*map(str, range(readers)),))
 
     def train(me: Process) -> None:
         name = me.start.replica
@@ -622,8 +620,7 @@ def comes_back(scene: Scene) -> None:
         scene.until("lost")
         scene.sleep(2 * TTL_S)  # until there is nothing to read
         replicate(me)
-        scene.reach("read")
-        scene.until("back")
+        scene.reach("read", until="back")
         demand(scene.now_s < scene.back_s + 3, "I6: nobody told")
 
     def train(me: Process) -> None:
@@ -638,8 +635,7 @@ def comes_back(scene: Scene) -> None:
             demand(group.state == "away", "I6: it does not come back")
             scene.sleep(0.1)
         scene.back_s = scene.now_s
-        scene.reach("back")
-        scene.until("read")
+        scene.reach("back", until="read")
 
     scene.play(t=train, r=read)
 
@@ -710,8 +706,7 @@ def two_trainers(scene: Scene) -> None:
             publish(me, version, 6 + version)
         except errors.VersionConflict:
             scene.saw("refused")
-        scene.reach(str(me))
-        scene.until("t.0/0", "u.1/0")
+        scene.reach(str(me), until=("t.0/0", "u.1/0"))
 
     scene.play(t=train, u=train)
 
@@ -723,15 +718,13 @@ def seen_before(scene: Scene) -> None:
         publish(me, 1)
         scene.until("r.1/0", "r.1/1")
         unpublish(me)
-        scene.reach(f"free {me}")
-        scene.until("left r.1/0", "left r.1/1")
+        scene.reach(f"free {me}", until=("left r.1/0", "left r.1/1"))
         with never(errors.VersionConflict, "I6: nobody holds version 1 any more"):
             publish(me, 1)
 
     def read(me: Process) -> None:
         replicate(me)
-        scene.reach(str(me))
-        scene.until("free t.0/0", "free t.0/1")
+        scene.reach(str(me), until=("free t.0/0", "free t.0/1"))
         unpublish(me)
         scene.reach(f"left {me}")
 
@@ -778,8 +771,7 @@ def not_whole(scene: Scene) -> None:
 
     def keep(me: Process) -> None:
         publish(me, 1)
-        scene.reach("older")
-        scene.until("filling", "draining")
+        scene.reach("older", until=("filling", "draining"))
 
     def train(me: Process) -> None:
         scene.until("older", *(["filling"] if me.rank else []))
@@ -824,8 +816,7 @@ def many(scene: Scene) -> None:
         stay(me)
 
     def stay(me: Process) -> None:
-        scene.reach(me.start.replica)
-        scene.until(*trainers, *rollouts)
+        scene.reach(me.start.replica, until=(*trainers, *rollouts))
 
     for name in trainers:
         scene.start(name, train, size=1)
@@ -860,8 +851,7 @@ def alone_no_more(scene: Scene) -> None:
         stay(me)
 
     def stay(me: Process) -> None:
-        scene.reach(me.start.replica)
-        scene.until(*trainers, "r0", *others)
+        scene.reach(me.start.replica, until=(*trainers, "r0", *others))
 
     for name in trainers:
         scene.start(name, lambda me: (publish(me, 1), stay(me)), size=1)
@@ -878,15 +868,13 @@ def freed_meanwhile(scene: Scene) -> None:
     def train(me: Process) -> None:
         scene.until(*(["t.0/0"] if me.start.replica == "u" else []))
         publish(me, 1)
-        scene.reach(str(me))
-        scene.until("r2")
+        scene.reach(str(me), until="r2")
 
     def first(me: Process) -> None:
         scene.until("u.1/0")
         scene.hold("finishes", me, deletes("/readers/"), lambda: "claims" in scene.reached)
         replicate(me)
-        scene.reach("free")
-        scene.until("r1", "r2")
+        scene.reach("free", until=("r1", "r2"))
 
     def second(me: Process) -> None:
         scene.until("finishes")
@@ -952,8 +940,7 @@ def last_offer(scene: Scene) -> None:
             scene.hold("has read", me, puts("/ready/"), sees)
             scene.hold("sees", me, makes_full, lambda: has_turn("completes"))
         replicate(me)
-        scene.reach("completes")
-        scene.until("told")
+        scene.reach("completes", until="told")
 
     def train(me: Process) -> None:
         publish(me, 1)
@@ -1116,8 +1103,7 @@ def fed_already(scene: Scene) -> None:
     def train(me: Process) -> None:
         scene.until(*(["t"] if me.start.replica == "u" else []))
         publish(me, 1)
-        scene.reach(me.start.replica)
-        scene.until(*rollouts)
+        scene.reach(me.start.replica, until=(*rollouts,))
 
     def read(me: Process) -> None:
         name, number = me.start.replica, int(me.start.replica[1:])
@@ -1129,8 +1115,7 @@ def fed_already(scene: Scene) -> None:
         last = "r4" if number else "r3"
         scene.hold(f"{name} is done", me, makes_full, lambda: has_claimed(last))
         replicate(me)
-        scene.reach(name)
-        scene.until(*rollouts)
+        scene.reach(name, until=(*rollouts,))
 
     for name in ("t", "u"):
         scene.start(name, train, size=1)
@@ -1146,8 +1131,7 @@ def published_again(scene: Scene) -> None:
     def train(me: Process) -> None:
         for content in (7, 8):
             publish(me, 1, content)
-            scene.reach(f"{content}")
-            scene.until(f"read {content}")
+            scene.reach(f"{content}", until=f"read {content}")
             unpublish(me)
 
     def read(me: Process) -> None:
@@ -1167,8 +1151,7 @@ def serves(scene: Scene) -> None:
         publish(me, 1)
         scene.until("serves 0", "serves 1")
         unpublish(me)
-        scene.reach("left")
-        scene.until("has it")
+        scene.reach("left", until="has it")
 
     def infer(me: Process) -> None:
         me.read(1, 100)
@@ -1181,8 +1164,7 @@ def serves(scene: Scene) -> None:
             demand(holds=False, why=f"I1: {me} offers what was written to")
         me.read(1, 100)
         me.handle.serve(timeout_s=100)
-        scene.reach(f"serves {me.rank}")
-        scene.until("has it")
+        scene.reach(f"serves {me.rank}", until="has it")
         unpublish(me)
 
     def follow(me: Process) -> None:
@@ -1204,15 +1186,13 @@ def served_anew(scene: Scene) -> None:
         unpublish(me)
         scene.until("decides")
         publish(me, 1, 8)
-        scene.reach("anew")
-        scene.until("refused")
+        scene.reach("anew", until="refused")
 
     def infer(me: Process) -> None:
         me.read(1, 100)
         if scene.seed % 2:  # it decides after that, or has looked before
             scene.reach("decides")
-            scene.reach("read")
-            scene.until("anew")
+            scene.reach("read", until="anew")
         else:
             holds = puts("/holdings/")
             scene.hold("decides", me, holds, lambda: "anew" in scene.reached)
@@ -1250,8 +1230,7 @@ def served_meanwhile(scene: Scene) -> None:
 
     def infer(me: Process) -> None:
         me.read(1, 100)
-        scene.reach("read")
-        scene.until("decides")
+        scene.reach("read", until="decides")
         me.handle.serve(timeout_s=100)
         scene.until("refused")
 
@@ -1287,8 +1266,7 @@ def sleeping_consumer(scene: Scene) -> None:
 
     def keep(me: Process) -> None:
         replicate(me)
-        scene.reach("has it")
-        scene.until("done 0", "done 1")
+        scene.reach("has it", until=("done 0", "done 1"))
 
     scene.start("t", lambda me: _train_until(me, "sleeps 0", "sleeps 1"), size=1)
     scene.start("r0", keep, size=1)
@@ -1362,13 +1340,11 @@ def streamed_anew(scene: Scene) -> None:
     def train(me: Process) -> None:
         _train_until(me, "sleeps")
         publish(me, 1, 8)
-        scene.reach("anew")
-        scene.until("refused")
+        scene.reach("anew", until="refused")
 
     def consume(me: Process) -> None:
         def pause_s() -> float:
-            scene.reach("sleeps")
-            scene.until("anew")
+            scene.reach("sleeps", until="anew")
             return 0.0
 
         try:
@@ -1416,13 +1392,11 @@ def dropped_stream(scene: Scene) -> None:
                 me.streamed(1, timeout_s=1.0)
         else:
             me.streamed(1, leave_after=2)
-        scene.reach("left it")
-        scene.until("gave up")
+        scene.reach("left it", until="gave up")
 
     def train(me: Process) -> None:
         publish(me, 1)
-        scene.reach("has 1")
-        scene.until("left it")
+        scene.reach("has 1", until="left it")
         scene.sleep(13.0)  # a late request has come by then
         took_s = unpublish(me)
         demand(took_s < 3, f"I12: {me} waited {took_s:.1f} s for a stream that is over")
@@ -1442,8 +1416,7 @@ def only_on_spot(scene: Scene) -> None:
 
     def read(me: Process) -> None:
         replicate(me)
-        scene.reach("has 1")
-        scene.until("given up")
+        scene.reach("has 1", until="given up")
 
     scene.start("t", train, size=1, retain=("latest",))
     scene.start("r", read, size=1, spot=True)
@@ -1816,15 +1789,13 @@ def came_to_nothing(scene: Scene) -> None:
 
     def train(me: Process) -> None:
         publish(me, 1, 11)
-        scene.reach(str(me))
-        scene.until(*both)
+        scene.reach(str(me), until=(*both,))
         scene.cut(me, 3 * TTL_S)
         unpublish(me)
         demand(not publish(me, 2, 12, store_wait_s=0), "I6: etcd is away, and offers it")
         scene.reach(f"{me} holds 2")
         scene.when(lambda: me.shard.group.state == "seated", "its seat")
-        scene.reach(f"{me} is back")
-        scene.until(*(f"{each} is back" for each in both))
+        scene.reach(f"{me} is back", until=(*(f"{each} is back" for each in both),))
         if me.rank == 1:
             scene.until("knows")
             scene.cut(me, 3 * TTL_S)
@@ -1960,8 +1931,7 @@ def half_there(scene: Scene) -> None:
         loses = partial(scene.end_lease, peer)
         scene.hold("summing up", me, reads_shards, lambda: True, meanwhile=loses)
         publish(me, 1)
-        scene.reach(str(me))
-        scene.until("r.1/0")
+        scene.reach(str(me), until="r.1/0")
 
     def read(me: Process) -> None:
         scene.until("t.0/0", "t.0/1", "summing up")
@@ -2016,20 +1986,17 @@ def withdrawn(scene: Scene) -> None:
             raise Broken("a write to what was published is not told")
         del me.shard.tensors.written
         demand(me.handle.version is None, "I2: it raised, and a version is held")
-        scene.reach("withdrawn")
-        scene.until("n has none")
+        scene.reach("withdrawn", until="n has none")
         publish(me, 2, 8)
         demand(me.shard.held.uid != held.uid, "I1: another content has its uid")
         scene.until("r.1 has 2", "n.2 has 2")
 
     def read(me: Process) -> None:
         replicate(me)
-        scene.reach(f"{me.start} has 1")
-        scene.until("withdrawn", "n has none")
+        scene.reach(f"{me.start} has 1", until=("withdrawn", "n has none"))
         _go_to(me, 2)
         scene.checks.returned(me, 2)
-        scene.reach(f"{me.start} has 2")
-        scene.until("r.1 has 2", "n.2 has 2")
+        scene.reach(f"{me.start} has 2", until=("r.1 has 2", "n.2 has 2"))
 
     def come(me: Process) -> None:
         scene.until("withdrawn")
@@ -2038,8 +2005,7 @@ def withdrawn(scene: Scene) -> None:
         scene.reach("n has none")
         _go_to(me, 2)
         scene.checks.returned(me, 2)
-        scene.reach(f"{me.start} has 2")
-        scene.until("r.1 has 2", "n.2 has 2")
+        scene.reach(f"{me.start} has 2", until=("r.1 has 2", "n.2 has 2"))
 
     def _go_to(me: Process, version: int) -> None:
         while me.handle.version != version:
@@ -2054,8 +2020,7 @@ def other_bytes(scene: Scene) -> None:
 
     def train(me: Process) -> None:
         publish(me, 1)
-        scene.reach("offered")
-        scene.until("r has 1")
+        scene.reach("offered", until="r has 1")
 
     def train_too(me: Process) -> None:
         scene.until("offered")
@@ -2064,8 +2029,7 @@ def other_bytes(scene: Scene) -> None:
             me.handle.publish(1, timeout_s=100)
             raise Broken("I1: two offer other bytes under one number")
         demand(me.handle.version is None, "I5: what was refused is held")
-        scene.reach("refused")
-        scene.until("r has 1")
+        scene.reach("refused", until="r has 1")
 
     def read(me: Process) -> None:
         scene.until("refused")
@@ -2082,12 +2046,10 @@ def older_goes_on(scene: Scene) -> None:
 
     def train(me: Process) -> None:
         publish(me, 1)
-        scene.reach("offered")
-        scene.until("compares")
+        scene.reach("offered", until="compares")
         unpublish(me)
         publish(me, 2, 8)
-        scene.reach("2 is there")
-        scene.until("r has 1")
+        scene.reach("2 is there", until="r has 1")
 
     def train_too(me: Process) -> None:
         scene.until("offered")
@@ -2095,8 +2057,7 @@ def older_goes_on(scene: Scene) -> None:
         with never(errors.VersionConflict, "I6: it was compared with the version after it"):
             publish(me, 1)
         demand("after compares" in scene.reached, "it was not compared")
-        scene.reach("1 is there")
-        scene.until("r has 1")
+        scene.reach("1 is there", until="r has 1")
 
     def read(me: Process) -> None:
         scene.until("1 is there")
@@ -2197,8 +2158,7 @@ def a_part_is_read(scene: Scene) -> None:
         publish(me, 1)
         scene.until(*(f"r{n}.{1 + n}/{rank} has a part" for n in (0, 1) for rank in range(SIZE)))
         unpublish(me)
-        scene.reach("given up")
-        scene.until("read")
+        scene.reach("given up", until="read")
 
     def part(me: Process) -> None:
         if me.start.loads:
@@ -2207,8 +2167,7 @@ def a_part_is_read(scene: Scene) -> None:
                 demand(me.handle.version is None, f"I9: {me} has a part of it, and holds it")
         else:
             _lacks(me, lambda: replicate(me, 1))
-        scene.reach(f"{me} has a part")
-        scene.until("read")
+        scene.reach(f"{me} has a part", until="read")
 
     def read(me: Process) -> None:
         scene.until("given up")
@@ -2297,8 +2256,7 @@ def suspected_newer(scene: Scene, retain: str = "latest") -> None:
     def publish_newer(me: Process) -> None:
         scene.until("t has 1")
         publish(me, 2)
-        scene.reach("u has 2")
-        scene.until("over")
+        scene.reach("u has 2", until="over")
 
     def read(me: Process) -> None:
         scene.until("u has 2")
@@ -2358,8 +2316,7 @@ def unpublished_alone(scene: Scene) -> None:
         scene.until("failed")
         publish(me, 6, 16)
         scene.checks.returned(me, 6)
-        scene.reach(f"{me} has 6")
-        scene.until("read")
+        scene.reach(f"{me} has 6", until="read")
 
     scene.start("t", train, drain_s=1.0)
     scene.play(r=read)
@@ -2378,8 +2335,7 @@ def unpublished_meanwhile(scene: Scene) -> None:
             )
         save(me, 6, 15)
         scene.checks.returned(me, 6)
-        scene.reach(f"{me} has 6")
-        scene.until("read")
+        scene.reach(f"{me} has 6", until="read")
         scene.when(lambda: not me.shard.copies, "the copy released", 60.0)
 
     def read(me: Process) -> None:
@@ -2412,8 +2368,7 @@ def failed_before(scene: Scene) -> None:
         with never(errors.TorchRosError, "I6: its ranks are out of step for good"):
             is_new = me.handle.update("latest", timeout_s=20)
             demand(not is_new and me.handle.version == 5, "I3: it does not hold what it held")
-            scene.reach(f"{me} is in step")
-            scene.until("t.0/0 is in step", "t.0/1 is in step", "read")
+            scene.reach(f"{me} is in step", until=("t.0/0 is in step", "t.0/1 is in step", "read"))
             save(me, 7, 15, timeout_s=20)
         scene.checks.returned(me, 7)
         done.append(me.shard.group.ledger.calls_made)
@@ -2424,8 +2379,7 @@ def failed_before(scene: Scene) -> None:
         scene.until("t.0/0 is in step", "t.0/1 is in step")
         with never(errors.TorchRosError, "I6: what is offered cannot be read"):
             replicate(me, 5, timeout_s=20)
-        scene.reach("read")
-        scene.until("t.0/0 is done", "t.0/1 is done")
+        scene.reach("read", until=("t.0/0 is done", "t.0/1 is done"))
 
     scene.start("t", train)
     scene.play(r=read)
@@ -2444,8 +2398,7 @@ def begins_late(scene: Scene) -> None:
             scene.until("begun")
             scene.sleep(2 * PATIENCE_S)
         begun = me.handle.checkpoints.begin("save", 5, storage)
-        scene.reach("begun" if me.rank == 0 else "both have begun")
-        scene.until("both have begun")
+        scene.reach("begun" if me.rank == 0 else "both have begun", until="both have begun")
         with never(errors.TorchRosError, "I6: a rank that was late was not waited for"):
             save(me, 5, 15, begun=begun)
         meet(me)

@@ -35,8 +35,7 @@ def crossings(scene: Scene) -> int:
 
 
 def _stay(me: Process, *others: str) -> None:
-    me.world.reach(me.start.replica)
-    me.world.until(*others)
+    me.world.reach(me.start.replica, until=(*others,))
 
 
 def burst_across(scene: Scene) -> None:
@@ -77,8 +76,7 @@ def far_copies(scene: Scene) -> None:
     def relay(me: Process) -> None:
         scene.until("t")
         replicate(me)
-        scene.reach("w")
-        scene.until("r")
+        scene.reach("w", until="r")
 
     def train(me: Process) -> None:
         publish(me, 1)
@@ -128,13 +126,11 @@ def few_seen(scene: Scene) -> None:
         scene.slow_s[me] = 1.0 if name == "late" else 3.0
         scene.reach(name) if name != "late" else None
         replicate(me)
-        scene.reach(f"{name} has it")
-        scene.until(*(f"{name} has it" for name in names))
+        scene.reach(f"{name} has it", until=(*(f"{name} has it" for name in names),))
 
     def train(me: Process) -> None:
         publish(me, 1)
-        scene.reach("t")
-        scene.until(*(f"{name} has it" for name in names))
+        scene.reach("t", until=(*(f"{name} has it" for name in names),))
 
     scene.start("t", train, size=1, datacenter="west")
     for name in names:
@@ -187,8 +183,7 @@ def suspected_seed(scene: Scene) -> None:
 
     def train(me: Process) -> None:
         publish(me, 1)
-        scene.reach("t")
-        scene.until("r")
+        scene.reach("t", until="r")
         seed = scene.start_named("r").processes[0].handle._shard.group.seat.inst
         seat = me.shard.group.seat
         key = scene.keys.suspect(seed, seat.inst)
@@ -230,8 +225,7 @@ def mute(scene: Scene, muted_s: float, reroutes: int, among: int = 0) -> None:
         scene.when(lambda: any(reader.reads_from for reader in readers), "a reader")
         scene.sleep(scene.random())
         me.mute_until_s = scene.now_s + muted_s
-        scene.reach("mute")
-        scene.until("late")
+        scene.reach("mute", until="late")
 
     def follow(me: Process) -> None:
         scene.until("mute")
@@ -307,8 +301,7 @@ def seed_dies(scene: Scene) -> None:
 
     def train(me: Process) -> None:
         publish(me, 1)
-        scene.reach("t")
-        scene.until("seed")
+        scene.reach("t", until="seed")
         [process] = scene.start_named("r0").processes
         scene.when(lambda: process.reads_from, "the seed reading")
         kill = partial(scene.kill_process, process)

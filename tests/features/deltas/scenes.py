@@ -37,8 +37,7 @@ def by_deltas(scene: Scene) -> None:
         for version in range(2, 8):
             publisher.save(version)
             if version in order:
-                scene.reach(f"{me} made {version}")
-                scene.until(*has(scene, "r", version))
+                scene.reach(f"{me} made {version}", until=(*has(scene, "r", version),))
 
     def read(me: Process) -> None:
         first(me)
@@ -64,8 +63,7 @@ def rewritten(scene: Scene) -> None:
         publisher.reuse()
         for version in (3, 4):
             publisher.save(version)
-        scene.reach("saved")
-        scene.until(*has(scene, "r", 4))
+        scene.reach("saved", until=(*has(scene, "r", 4),))
 
     def read(me: Process) -> None:
         first(me)
@@ -99,18 +97,15 @@ def stray_cell(scene: Scene, *, loses_seat: bool = False) -> None:
 
     def script(me: Process, publisher: Publisher) -> None:
         publisher.save(2)
-        scene.reach(f"{me} made 2")
-        scene.until(*has(scene, "r", 2))
+        scene.reach(f"{me} made 2", until=(*has(scene, "r", 2),))
         publisher.save(3)
-        scene.reach(f"{me} made 3")
-        scene.until(*has(scene, "r", 3))
+        scene.reach(f"{me} made 3", until=(*has(scene, "r", 3),))
 
     def read(me: Process) -> None:
         first(me)
         scene.until(*(f"t.0/{rank} made 2" for rank in range(2)))
         update(me, "full", 2, wrong=1)
-        scene.reach(f"{me} has 2")
-        scene.until(*(f"t.0/{rank} made 3" for rank in range(2)))
+        scene.reach(f"{me} has 2", until=(*(f"t.0/{rank} made 3" for rank in range(2)),))
         update(me, "full", 3, wrong=1)  # whoever has done so will do it again
         scene.reach(f"{me} has 3")
         scene.until(*has(scene, "r", 3))  # who leaves ends the replica
@@ -142,11 +137,9 @@ def late_end(scene: Scene, *, fails: bool = False) -> None:
 
     def script(me: Process, publisher: Publisher) -> None:
         publisher.save(2)
-        scene.reach(f"{me} made 2")
-        scene.until("r is full")
+        scene.reach(f"{me} made 2", until="r is full")
         me.handle.unpublish(timeout_s=100)  # nobody else has it
-        scene.reach(f"{me} left")
-        scene.until("r2.2/0 has 2", *has(scene, "r", 2))
+        scene.reach(f"{me} left", until=("r2.2/0 has 2", *has(scene, "r", 2)))
 
     def read(me: Process) -> None:
         first(me)
@@ -167,15 +160,13 @@ def late_end(scene: Scene, *, fails: bool = False) -> None:
         holds(me, 2)
         word = me.shard.mailbox.word
         demand(word.position == ALL_BLOCKS, f"I6: {me} holds 2, and shows {word}")
-        scene.reach(f"{me} has 2")
-        scene.until("r2.2/0 has 2", *has(scene, "r", 2))
+        scene.reach(f"{me} has 2", until=("r2.2/0 has 2", *has(scene, "r", 2)))
 
     def follow(me: Process) -> None:
         scene.until("late", "t.0/0 left", "t.0/1 left")
         me.handle.replicate(2, timeout_s=30)
         holds(me, 2)
-        scene.reach(f"{me} has 2")
-        scene.until(*has(scene, "r", 2))
+        scene.reach(f"{me} has 2", until=(*has(scene, "r", 2),))
 
     def watch() -> None:
         scene.until("late")
@@ -208,11 +199,9 @@ def base_once(scene: Scene) -> None:
 
     def script(me: Process, publisher: Publisher) -> None:
         publisher.save(2)
-        scene.reach(f"{me} made 2")
-        scene.until("struck")
+        scene.reach(f"{me} made 2", until="struck")
         publisher.save(3, bases=[1])  # it does not name what went from A to B and back
-        scene.reach(f"{me} made 3")
-        scene.until(*has(scene, "r", 3))
+        scene.reach(f"{me} made 3", until=(*has(scene, "r", 3),))
 
     def read(me: Process) -> None:
         first(me)
@@ -236,8 +225,7 @@ def base_once(scene: Scene) -> None:
     def strike(me: Process) -> None:
         if struck and "struck" not in scene.reached:
             scene.end_lease(me)
-            scene.reach("struck")
-            scene.until("t.0/0 made 3", "t.0/1 made 3")
+            scene.reach("struck", until=("t.0/0 made 3", "t.0/1 made 3"))
 
     train(scene, script, drain_s=2.0)
     scene.start("r", read, size=1, digests="full")
@@ -253,8 +241,7 @@ def not_held(scene: Scene) -> None:
     def script(me: Process, publisher: Publisher) -> None:
         for version in (2, 3):
             publisher.save(version)
-            scene.reach(f"{me} made {version}")
-            scene.until(*has(scene, "r", version))
+            scene.reach(f"{me} made {version}", until=(*has(scene, "r", version),))
 
     def read(me: Process) -> None:
         first(me)
@@ -262,8 +249,7 @@ def not_held(scene: Scene) -> None:
         update(me, "delta", 2)
         me.handle.unpublish(timeout_s=100)
         me.scribble_if_free()
-        scene.reach(f"{me} has 2")
-        scene.until(*(f"t.0/{rank} made 3" for rank in range(2)))
+        scene.reach(f"{me} has 2", until=(*(f"t.0/{rank} made 3" for rank in range(2)),))
         update(me, "full", 3)
         scene.reach(f"{me} has 3")
 
@@ -278,8 +264,7 @@ def one_without_digests(scene: Scene) -> None:
 
     def script(me: Process, publisher: Publisher) -> None:
         publisher.save(2)
-        scene.reach(f"{me} made 2")
-        scene.until(*has(scene, "r", 2))
+        scene.reach(f"{me} made 2", until=(*has(scene, "r", 2),))
 
     def read(me: Process) -> None:
         first(me)
@@ -304,8 +289,7 @@ def delta_coming(scene: Scene) -> None:
 
     def script(me: Process, publisher: Publisher) -> None:
         publisher.save(2, bases=[], coming=True)
-        scene.reach(f"{me} made 2")
-        scene.until(*has(scene, "r", 2))
+        scene.reach(f"{me} made 2", until=(*has(scene, "r", 2),))
         publisher.save(3, bases=[], coming=True)
         scene.reach(f"{me} made 3")
         scene.sleep(2.0)

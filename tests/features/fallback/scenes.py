@@ -73,8 +73,7 @@ def decided_at_once(scene: Scene) -> None:
         mine, other = ("r0 decides", "r1 decides")[:: 1 if is_first else -1]
         scene.hold(mine, me, puts("/runs/bucket"), lambda: other in scene.reached)
         replicate(me)
-        scene.reach(str(me))
-        scene.until(*map(str, scene.processes))
+        scene.reach(str(me), until=(*map(str, scene.processes),))
 
     for name in ("r0", "r1"):
         scene.start(name, read, size=1, bucket=URL)
@@ -136,8 +135,7 @@ def trained_meanwhile(scene: Scene) -> None:
         replicate(me)
         demand(me.handle.version == number + 1, f"I16: it has {me.handle.version}")
         unpublish(me)
-        scene.reach(me.start.replica)
-        scene.until("r0", "r1", "r2")
+        scene.reach(me.start.replica, until=("r0", "r1", "r2"))
 
     scene.start("t", train, size=1)
     for number in range(3):
@@ -234,26 +232,22 @@ def trainer_restarts(scene: Scene) -> None:
         scene.contents[number] = 20
         me.fill(20)
         me.handle.publish(number, timeout_s=100)
-        scene.reach("published")
-        scene.until("r has its", "late")
+        scene.reach("published", until=("r has its", "late"))
 
     def read(me: Process) -> None:
         replicate(me)
-        scene.reach("r has 98")
-        scene.until("published")
+        scene.reach("r has 98", until="published")
         is_new = me.handle.update(number, timeout_s=100)
         demand(is_new, "I16: it stays with the bucket's version of that number")
         demand(me.shard.held.run != "bucket", "I16: it has the bucket's")
-        scene.reach("r has its")
-        scene.until("late")
+        scene.reach("r has its", until="late")
 
     def late(me: Process) -> None:
         scene.until("published")
         replicate(me)
         held = me.shard.held
         demand((held.version, held.run == "bucket") == (number, False), f"I16: it has {held}")
-        scene.reach("late")
-        scene.until("r has its")
+        scene.reach("late", until="r has its")
 
     scene.start("t", train, size=1 + scene.seed // 2 % 2, bucket=URL)
     scene.start("r", read, size=1, bucket=URL)
@@ -268,16 +262,14 @@ def only_an_archiver_is_left(scene: Scene) -> None:
     def first(me: Process) -> None:
         publish(me, 6, 50)
         bucket.archive(4, 40, run=me.handle.run)
-        scene.reach("published")
-        scene.until("a is here")
+        scene.reach("published", until="a is here")
         unpublish(me)
         _close(me)
         scene.reach("gone")
 
     def archive(me: Process) -> None:
         me.handle.archives.say(None)
-        scene.reach("a is here")
-        scene.until("over")
+        scene.reach("a is here", until="over")
 
     def second(me: Process) -> None:
         got = me.handle.replicate("latest", missing_ok=True, timeout_s=100)
@@ -356,8 +348,7 @@ def corrupt_in_a_bucket(scene: Scene) -> None:
             most_s = 2 * (PIECES * READ_S + 1.5 * TTL_S) + 10 * PIECES * READ_S + TTL_S
         demand(me.handle.version == 6, f"I1: it has {me.handle.version}")
         demand(took_s < most_s, f"I6: it took {took_s:.0f} s")
-        scene.reach(str(me))
-        scene.until(*map(str, scene.processes))
+        scene.reach(str(me), until=(*map(str, scene.processes),))
 
     for name in ("r0", "r1"):
         scene.start(name, read, size=size, bucket=URL)
@@ -402,8 +393,7 @@ def all_corrupt_in_a_bucket(scene: Scene) -> None:
             demand(False, "I1: it has something")
         except BucketError:
             demand(me.handle.version is None, "it holds something")
-        scene.reach(str(me))
-        scene.until(*map(str, scene.processes))
+        scene.reach(str(me), until=(*map(str, scene.processes),))
 
     scene.start("r", read, size=1 + scene.seed // 2 % 2, bucket=URL)
     scene.play()
@@ -420,19 +410,16 @@ def dead_lineage(scene: Scene) -> None:
         scene.cut(me, 6 * TTL_S)
         scene.sleep(1.5 * TTL_S)
         bucket.archive(99, 60, born_ms=60)
-        scene.reach("cut off")
-        scene.until("r1 has it")
+        scene.reach("cut off", until="r1 has it")
         group = me.shard.group
         scene.when(lambda: group.state == "seated" and scene.now_s > me.cut_until_s, "a seat")
-        scene.reach("back")
-        scene.until("late has it")
+        scene.reach("back", until="late has it")
 
     def second(me: Process) -> None:
         scene.until("cut off")
         replicate(me)
         demand(me.handle.version == 99, f"I16: it has {me.handle.version}, of an ended lineage")
-        scene.reach("r1 has it")
-        scene.until("late has it")
+        scene.reach("r1 has it", until="late has it")
 
     def late(me: Process) -> None:
         scene.until("back")
@@ -453,8 +440,7 @@ def _opens_beside(scene: Scene) -> None:
 
     def read(me: Process) -> None:
         me.handle.replicate("latest", timeout_s=100)
-        scene.reach("r has 98")
-        scene.until("t has published")
+        scene.reach("r has 98", until="t has published")
         demand(me.handle.update(timeout_s=100), "I16: the trainer's is not newer")
         demand(me.shard.held.run != "bucket", "I16: it has the bucket's")
         scene.until("expected")
@@ -463,15 +449,13 @@ def _opens_beside(scene: Scene) -> None:
     def train(me: Process) -> None:
         publish(me, 3, 30)
         demand(me.handle.run != "bucket", "I16: a trainer publishes in the bucket's run")
-        scene.reach("t has published")
-        scene.until("over")
+        scene.reach("t has published", until="over")
 
     def expect(me: Process) -> None:
         scene.until("r has 98")
         replicate(me, 3)
         demand(me.shard.held.run != "bucket", "I16: it has the bucket's")
-        scene.reach("expected")
-        scene.until("over")
+        scene.reach("expected", until="over")
 
     def starts() -> None:
         scene.start("t", train, size=1)
@@ -544,8 +528,7 @@ def a_bucket_of_one_rank(scene: Scene, has_one: int = 0) -> None:
             demand(False, "I6: the ranks read, and one of them has no bucket")
         demand(scene.now_s - started_s < 5 * TTL_S, "I6: it waited for what cannot come")
         demand(me.handle.version is None, "I9: it holds what the group has not read")
-        scene.reach(str(me))
-        scene.until(*map(str, scene.processes))
+        scene.reach(str(me), until=(*map(str, scene.processes),))
 
     scene.start("r", read, size=2, bucket=(None, URL) if has_one else (URL, None))
     scene.play()

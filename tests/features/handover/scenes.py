@@ -58,8 +58,7 @@ def leaves(scene: Scene, *, read_s: float, within_s: float, reroutes: int) -> No
         found, took_s = me.handle.last_read.reroutes, scene.now_s - began_s
         demand(found == reroutes, f"I8: {found} re-routes from a replica that left")
         demand(took_s < DEATH_S, f"I6: its reader took {took_s:.0f} s")
-        scene.reach("r1 has it")
-        scene.until("late has it")
+        scene.reach("r1 has it", until="late has it")
 
     def leaving(me: Process) -> None:
         scene.until("t")
@@ -82,8 +81,7 @@ def leaves(scene: Scene, *, read_s: float, within_s: float, reroutes: int) -> No
 
     def train(me: Process) -> None:
         publish(me, 1)
-        scene.reach("t")
-        scene.until("late has it")
+        scene.reach("t", until="late has it")
 
     # The trainer is far away, so the two read from the one that leaves.
     scene.start("t", train, size=1, datacenter="west")
@@ -170,8 +168,7 @@ def last_version(scene: Scene) -> None:
         took_s = _leave(me, DEATH_S - 2) if is_told else _close(me)
         demand(len(there) == 2, "I4: the last version is not in the bucket")
         demand(took_s < UPLOAD_S + TTL_S, f"I6: it stayed {took_s:.0f} s for what the bucket has")
-        scene.reach(f"{me.rank} is over")
-        scene.until(*(f"{rank} is over" for rank in range(size)))
+        scene.reach(f"{me.rank} is over", until=(*(f"{rank} is over" for rank in range(size)),))
         scene.reach("over")
 
     scene.start("t", train, size=size, linger_s=LINGER_S)
@@ -276,8 +273,7 @@ def archived_elsewhere(scene: Scene) -> None:
         scene.reach("over")
 
     def want(me: Process) -> None:
-        scene.reach("r1 is here")
-        scene.until("over")
+        scene.reach("r1 is here", until="over")
 
     here = {"size": 1, "datacenter": "east"}
     _archiver(scene, lambda _: scene.until("over"))
@@ -328,8 +324,7 @@ def lingers(scene: Scene) -> None:
 
     def read(me: Process) -> None:
         replicate(me, 1)
-        scene.reach("has 1")
-        scene.until("t.1/0 has 2")
+        scene.reach("has 1", until="t.1/0 has 2")
         scene.sleep(8)
         with never(TorchRosError, "I4: version 2 is lost"):
             demand(me.handle.update(timeout_s=5), "I4: version 2 is lost")
@@ -346,8 +341,7 @@ def started_again(scene: Scene) -> None:
 
     def again(me: Process) -> None:
         replicate(me, 1, timeout_s=10)
-        scene.reach(f"{me} has it")
-        scene.until(*(f"t.2/{rank} has it" for rank in range(SIZE)))
+        scene.reach(f"{me} has it", until=(*(f"t.2/{rank} has it" for rank in range(SIZE)),))
 
     def train(me: Process) -> None:
         publish(me, 1)
@@ -420,8 +414,7 @@ def drains_at_the_end(scene: Scene) -> None:
         scene.until("has 1")
         scene.when(lambda: scene.seen["lingers"], "lingering")
         replicate(me, 1)
-        scene.reach("has it")
-        scene.until("closed")
+        scene.reach("has it", until="closed")
         scene.sleep(30)
 
     scene.start("r0", slow, size=1, spot=True)
@@ -437,8 +430,7 @@ def both_close(scene: Scene) -> None:
     def train(me: Process) -> None:
         scene.until(*(["t has 1"] if me.start.replica == "u" else []))
         publish(me, 1)
-        scene.reach(f"{me.start.replica} has 1")
-        scene.until("t has 1", "u has 1")
+        scene.reach(f"{me.start.replica} has 1", until=("t has 1", "u has 1"))
         if me.start.replica == "t":
             gone = lambda: "u looks" in scene.reached
             scene.hold("t looks", me, deletes("/holdings/"), gone)

@@ -59,8 +59,7 @@ def published_in_a_block(scene: Scene) -> None:
 
     def follow(me: Process) -> None:
         with me.handle.installing(1):
-            scene.reach("entered")
-            scene.until("again")
+            scene.reach("entered", until="again")
             me.handle.replicate(1)
             me.engine = 6
         scene.until("waited")
@@ -133,8 +132,7 @@ def one_left_badly(scene: Scene, *, lease_ends: bool) -> None:
             scene.end_lease(me)
         scene.sleep(2.5 * TTL_S)
         scene.checks.uses(me)
-        scene.reach(str(me))
-        scene.until("over")
+        scene.reach(str(me), until="over")
 
     scene.start("t", train, size=1)
     rollout = scene.start("r", follow, installs=True)
@@ -180,8 +178,7 @@ def rejected_since(scene: Scene) -> None:
                 demand(refused < 5, f"I10: it is not installed any more: {error}")
         is_told = me.rank == 1 or InstallRejected in told
         demand(is_told, f"I10: {me} has rejected it, and is told {told}")
-        scene.reach(f"{me} has it")
-        scene.until("over")
+        scene.reach(f"{me} has it", until="over")
 
     scene.start("t", train, size=1)
     first = scene.start("r", follow, installs=True).processes[0]

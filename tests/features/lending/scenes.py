@@ -70,8 +70,7 @@ def stays(scene: Scene) -> None:
             lend(me, version)
             demand(scene.now_s - began_s < 20, "I11: a lender waits for its borrower")
             if version == 3:
-                scene.reach("3 is there")
-                scene.until("has 3")
+                scene.reach("3 is there", until="has 3")
         scene.reach("published")
 
     def first(me: Process) -> None:
@@ -94,8 +93,7 @@ def locked_late(scene: Scene) -> None:
         scene.until("found")
         for version in (2, 3):
             lend(me, version)
-        scene.reach("published")
-        scene.until("borrowed")
+        scene.reach("published", until="borrowed")
 
     def read(me: Process) -> None:
         scene.when(lambda: 1 in scene.contents and me.handle.list(), "publication")
@@ -117,8 +115,7 @@ def lost_lock(scene: Scene) -> None:
     def slow_copy(target, source):
         copy_bits(target, source)
         if is_filling and is_filling.pop():
-            scene.reach("half filled")
-            scene.until("left")
+            scene.reach("half filled", until="left")
 
     def train(me: Process) -> None:
         lend(me, 1)
@@ -133,8 +130,7 @@ def lost_lock(scene: Scene) -> None:
         try:
             with me.handle.borrow(1, timeout_s=60) as tensors:
                 lose_lock(scene.loans[me])
-                scene.reach("lost")
-                scene.until("half filled")
+                scene.reach("lost", until="half filled")
                 demand(not shows(me, tensors, 1), "nothing was written")
         except LoanBroken:
             scene.reach("told")
@@ -158,8 +154,7 @@ def kernels_last(scene: Scene) -> None:
 
     def read(me: Process) -> None:
         def finish_devices():
-            scene.reach("leaves")
-            scene.until("written")
+            scene.reach("leaves", until="written")
 
         scene.when(lambda: 1 in scene.contents and me.handle.list(), "publication")
         with patch.object(borrowing, "_finish_devices", finish_devices):
@@ -184,16 +179,14 @@ def left_in_order(scene: Scene) -> None:
             scene.sleep(0.2)
         scene.until("left")
         lend(me, 9)
-        scene.reach("9 is there")
-        scene.until("borrowed 9")
+        scene.reach("9 is there", until="borrowed 9")
 
     def read(me: Process) -> None:
         scene.when(lambda: 1 in scene.contents and me.handle.list(), "publication")
         for _ in range(4):
             with suppress(LoanRefused):  # the last one that is lent was not given back in time
                 borrow(me, "latest")
-        scene.reach("left")
-        scene.until("9 is there")
+        scene.reach("left", until="9 is there")
         borrow(me, 9)
         scene.reach("borrowed 9")
 
@@ -209,8 +202,7 @@ def dies_borrowing(scene: Scene) -> None:
         lend(me, 1)
         scene.until("dead")
         lend(me, 2)
-        scene.reach("2 is there")
-        scene.until("borrowed 2")
+        scene.reach("2 is there", until="borrowed 2")
 
     def die(me: Process) -> None:
         borrow(me, 1, reach="has 1", until="never")
@@ -267,19 +259,16 @@ def lends_late(scene: Scene) -> None:
 
     def first(me: Process) -> None:
         lend(me, 1)
-        scene.reach("1 is there")
-        scene.until("1 is read")
+        scene.reach("1 is there", until="1 is read")
         joined = "begin of the second publication"
         scene.when(lambda: any("/t2@" in key for key in scene.checks.holdings), joined)
         me.handle.unpublish()
-        scene.reach("none lends")
-        scene.until("borrowed")
+        scene.reach("none lends", until="borrowed")
 
     def read(me: Process) -> None:
         scene.until("1 is there")
         me.handle.replicate(1, timeout_s=60)
-        scene.reach("1 is read")
-        scene.until("borrowed")
+        scene.reach("1 is read", until="borrowed")
 
     def second(me: Process) -> None:
         scene.until("1 is read")

@@ -33,13 +33,11 @@ def _chain(scene: Scene, names: tuple[str, ...], lasting: tuple[str, ...], read,
             [source] = scene.start_named(before).processes
             scene.when(lambda: source.reads_from, f"{before} reading")
         read(me)
-        scene.reach(f"{me.start.replica} has it")
-        scene.until(*(f"{name} has it" for name in lasting))
+        scene.reach(f"{me.start.replica} has it", until=(*(f"{name} has it" for name in lasting),))
 
     def train(me: Process) -> None:
         publish(me, 1)
-        scene.reach("t")
-        scene.until(*(f"{name} has it" for name in lasting))
+        scene.reach("t", until=(*(f"{name} has it" for name in lasting),))
 
     scene.start("t", train, size=1)
     for name in names:
@@ -338,8 +336,7 @@ def _versions(scene: Scene, relays: dict[int, bool], *, ranks: int = 1, **option
         everybody = [p for each in names for p in scene.start_named(each).processes]
         for version in relays:
             publish(me, version)
-            scene.reach(f"{version}")
-            scene.until(*(f"{p} is done with {version}" for p in everybody))
+            scene.reach(f"{version}", until=(*(f"{p} is done with {version}" for p in everybody),))
             me.handle.unpublish()
 
     scene.start("t", train, size=1)

@@ -32,8 +32,7 @@ def prefetched(scene: Scene) -> None:
         for version in range(2, 8):
             publisher.save(version)
             if version in order:
-                scene.reach(f"{me} made {version}")
-                scene.until(*has(scene, "r", version))
+                scene.reach(f"{me} made {version}", until=(*has(scene, "r", version),))
 
     def read(me: Process) -> None:
         first(me)
@@ -64,8 +63,7 @@ def prefetch_rewritten(scene: Scene) -> None:
         publisher.save(3)
         publisher.reuse()
         publisher.save(4, bases=[1])
-        scene.reach(f"{me} made 4")
-        scene.until(*has(scene, "r", 4))
+        scene.reach(f"{me} made 4", until=(*has(scene, "r", 4),))
 
     def read(me: Process) -> None:
         first(me)
@@ -100,8 +98,7 @@ def prefetch_in_vain(scene: Scene) -> None:
         publisher.save(2, bases=[])
         scene.until(*has(scene, "r2", 2))
         publisher.save(3, bases=[1])  # it does not name what went from A to B and back
-        scene.reach(f"{me} made 3")
-        scene.until(*has(scene, "r", 3))
+        scene.reach(f"{me} made 3", until=(*has(scene, "r", 3),))
 
     def read(me: Process) -> None:
         first(me)
@@ -110,8 +107,7 @@ def prefetch_in_vain(scene: Scene) -> None:
         scene.until("landed")
         me.handle.update(2, timeout_s=100)
         holds(me, 2)
-        scene.reach("updated")
-        scene.until("prefetched")
+        scene.reach("updated", until="prefetched")
         update(me, "full", 3)
         scene.reach(f"{me} has 3")
 
@@ -121,13 +117,11 @@ def prefetch_in_vain(scene: Scene) -> None:
 
     def stand(me: Process) -> None:
         if "landed" not in scene.reached:
-            scene.reach("landed")
-            scene.until("updated")
+            scene.reach("landed", until="updated")
 
     def seed(me: Process) -> None:
         me.handle.replicate(2, timeout_s=100)
-        scene.reach(f"{me} has 2")
-        scene.until(*has(scene, "r", 3))
+        scene.reach(f"{me} has 2", until=(*has(scene, "r", 3),))
 
     train(scene, script)
     scene.start("r", read, size=1, digests="full")
@@ -141,20 +135,17 @@ def prefetch_of_another(scene: Scene) -> None:
 
     def script(me: Process, publisher: Publisher) -> None:
         publisher.save(2)
-        scene.reach(f"{me} made 2")
-        scene.until("r.1/0 staged 2")
+        scene.reach(f"{me} made 2", until="r.1/0 staged 2")
         me.handle.unpublish(timeout_s=100)
         publisher.save(2, bases=[1], content=102)
-        scene.reach(f"{me} made 2 again")
-        scene.until(*has(scene, "r", 2))
+        scene.reach(f"{me} made 2 again", until=(*has(scene, "r", 2),))
 
     def read(me: Process) -> None:
         first(me)
         scene.until(*(f"t.0/{rank} made 2" for rank in range(2)))
         staged = me.handle.prefetch(timeout_s=100)
         demand(staged == 2, f"{me} has staged {staged}")
-        scene.reach(f"{me} staged 2")
-        scene.until(*(f"t.0/{rank} made 2 again" for rank in range(2)))
+        scene.reach(f"{me} staged 2", until=(*(f"t.0/{rank} made 2 again" for rank in range(2)),))
         update(me, "delta", 2)
         scene.reach(f"{me} has 2")
 
@@ -170,8 +161,7 @@ def prefetch_beside(scene: Scene) -> None:
     def script(me: Process, publisher: Publisher) -> None:
         for version in range(2, last + 1):
             publisher.save(version)
-            scene.reach(f"{me} made {version}")
-            scene.until(*has(scene, "r", version))
+            scene.reach(f"{me} made {version}", until=(*has(scene, "r", version),))
 
     def read(me: Process) -> None:
         first(me)

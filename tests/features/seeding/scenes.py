@@ -55,22 +55,19 @@ def _train(me: Process, names: tuple[str, ...], *, versions: int = 2) -> None:
         if version > 1:
             unpublish(me)
         publish(me, version, version)
-        scene.reach(f"{version}")
-        scene.until(*(f"{name} has {version}" for name in names))
+        scene.reach(f"{version}", until=(*(f"{name} has {version}" for name in names),))
     scene.until(*names)
 
 
 def _stay(me: Process, names: tuple[str, ...]) -> None:
-    me.world.reach(me.start.replica)
-    me.world.until(*names)
+    me.world.reach(me.start.replica, until=(*names,))
 
 
 def _first(me: Process) -> None:
     """All of the rollouts begin with version 1."""
     me.world.until("1")
     replicate(me)
-    me.world.reach(f"{me.start.replica} has 1")
-    me.world.until("2")
+    me.world.reach(f"{me.start.replica} has 1", until="2")
 
 
 def _play(scene: Scene, follow: Callable, *, count: int = 3, size: int = 0, **options) -> None:
@@ -155,16 +152,13 @@ def idle_again(scene: Scene) -> None:
 
     def train(me: Process) -> None:
         publish(me, 1, 1)
-        scene.reach("1")
-        scene.until("r0 has 1")
+        scene.reach("1", until="r0 has 1")
         unpublish(me)
         publish(me, 2, 2)
-        scene.reach("2")
-        scene.until("fills")
+        scene.reach("2", until="fills")
         unpublish(me)
         publish(me, 3, 3)
-        scene.reach("3")
-        scene.until("r0")
+        scene.reach("3", until="r0")
 
     scene.start("t", train, size=1, datacenter="west")
     options = {"datacenter": "east", "seeding": "host"}
@@ -246,8 +240,7 @@ def newest_here(scene: Scene) -> None:
         ahead = me.ahead
         scene.when(lambda: ahead._shard and ahead._shard.group.ledger.held, "a copy", 300.0)
         scene.slow_s[me] = 0.0
-        scene.reach("fetched")
-        scene.until("3")
+        scene.reach("fetched", until="3")
         demand(me.handle.update(timeout_s=100) and me.handle.version == 2, "it had 2 at hand")
         scene.reach("r0 has 2")
         scene.reach("r0 has 3") if me.handle.update(timeout_s=100) else None
@@ -256,16 +249,13 @@ def newest_here(scene: Scene) -> None:
 
     def train(me: Process) -> None:
         publish(me, 1, 1)
-        scene.reach("1")
-        scene.until("r0 has 1")
+        scene.reach("1", until="r0 has 1")
         unpublish(me)
         publish(me, 2, 2)
-        scene.reach("2")
-        scene.until("fetched")
+        scene.reach("2", until="fetched")
         unpublish(me)
         publish(me, 3, 3)
-        scene.reach("3")
-        scene.until("r0")
+        scene.reach("3", until="r0")
 
     scene.start("t", train, size=1, datacenter="west")
     options = {"datacenter": "east", "seeding": "host"}
@@ -301,12 +291,10 @@ def passed_by(scene: Scene) -> None:
 
     def train(me: Process) -> None:
         publish(me, 1, 1)
-        scene.reach("1")
-        scene.until("r0 has 1", "r1 has 1")
+        scene.reach("1", until=("r0 has 1", "r1 has 1"))
         unpublish(me)
         publish(me, 2, 2)
-        scene.reach("2")
-        scene.until("seed")
+        scene.reach("2", until="seed")
         _stay(me, ("r0", "r1"))
 
     def train_on(me: Process) -> None:
@@ -376,8 +364,7 @@ def waits_for_a_neighbour(scene: Scene) -> None:
         scene.until("r has 1")
         scene.slow_s[me] = SLOW_S
         replicate(me, 2)
-        scene.reach("n has 2")
-        scene.until("over")
+        scene.reach("n has 2", until="over")
 
     def look_out(me: Process) -> None:
         replicate(me, 1)
