@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from dcp.compared import assert_same
 from kit import inside, read_only
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -58,20 +59,6 @@ def blank():
         "optimizer": {"step": 0, "lr": [0.0, 0.0], "m": torch.zeros(7)},
         "tuple": None,
     }
-
-
-def flat(tree, path=()):
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    for key, value in items:
-        if isinstance(value, dict | list):
-            yield from flat(value, (*path, key))
-        else:
-            yield (*path, key), value
-
-
-def assert_same(left, right):
-    for (path, a), (_, b) in zip(flat(left), flat(right), strict=True):
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, path
 
 
 def test_a_whole_state_dict_comes_back_and_is_served_on(handles):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from dcp.compared import assert_same, flat
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from kit import inside
@@ -43,24 +44,6 @@ def state(fill=1.0):
         "rate": 0.5,
         "names": ("a", "b"),
     }
-
-
-def flat(tree, path=()):
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    for key, value in items:
-        if isinstance(value, dict | list):
-            yield from flat(value, (*path, key))
-        else:
-            yield (*path, key), value
-
-
-def assert_same(left, right):
-    left, right = dict(flat(left)), dict(flat(right))
-    assert left.keys() == right.keys()
-    for path, value in left.items():
-        other = right[path]
-        is_same = torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
-        assert is_same, path
 
 
 def renewed(tree):

@@ -50,8 +50,8 @@ def made(trainer):
     until(lambda: current is None or current.has_ended, pause_s=0.001)
 
 
-def publish(trainer, version, tensors):
-    trainer.publish_copy(version, tensors, deltas=8)
+def publish(trainer, version, tensors, deltas=8):
+    trainer.publish_copy(version, tensors, deltas=deltas)
     made(trainer)
 
 

@@ -6,27 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from features.deltas.changing import FAR, assert_same, made, step, weights
+from features.deltas.changing import FAR, assert_same, first, publish, step
 
 
 @pytest.fixture
 def pair(opened):
     """A trainer, and a rollout to which it is far."""
     return opened("trainer", digests="full"), opened("rollout", digests="full", costs=FAR)
-
-
-def publish(trainer, version, tensors, deltas=8):
-    trainer.publish_copy(version, tensors, deltas=deltas)
-    made(trainer)
-
-
-def first(trainer, rollout):
-    tensors = weights()
-    publish(trainer, 0, tensors)
-    found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    rollout.register(found)
-    rollout.replicate()
-    return tensors, found
 
 
 def test_versions_that_are_further_back_than_deltas_are_kept_are_read_in_full(pair):
