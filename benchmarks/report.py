@@ -202,7 +202,7 @@ def page(header: Mapping[str, Any], report: Report) -> str:
         "",
         "Medians of one run on one host. The cases of a part take turns, and a ratio is the median",
         "of the rounds' ratios. GB/s count the payload, once. [results.json](results.json) has all",
-        "samples, also of the parts that have no table here.",
+        "samples and ratios, also of the parts that have no table here.",
         "",
         "## Targets",
         "",
@@ -262,8 +262,7 @@ def _verdict(target: Target) -> str:
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
-    """The lines of one part: one for each quantity and its ratios, a column for each case if it
-    comes in several."""
+    """The lines of one part: one for each quantity, a column for each case."""
     varying = _varying(rows)
     if same := _params(rows[0], [name for name in rows[0].params if name not in varying]):
         yield f"All with {same}:\n"
@@ -281,9 +280,6 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
         yield _line(
             name, [_digits(line[column].median) if column in line else "" for column in columns]
         )
-        for to in dict.fromkeys(to for row in line.values() for to in row.ratios):
-            ratios = [line[column].ratios.get(to) if column in line else None for column in columns]
-            yield _line(f"... {to}", ["" if each is None else _digits(each) for each in ratios])
 
 
 def _varying(rows: Sequence[Row]) -> list[str]:
