@@ -188,7 +188,7 @@ PICTURES = {  # by the part that they show
     "One source, many readers": "fanout.svg",
     "Steady state": "steady.svg",
 }
-TABLES = {"One to one, same layout", "One source, many readers"}  # which the README takes from
+TABLES = {"One to one, same layout"}  # which the README takes from
 
 
 def page(header: Mapping[str, Any], report: Report) -> str:

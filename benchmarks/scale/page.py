@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import acceptance
@@ -65,79 +64,11 @@ def _page(rows: Sequence[Row]) -> Iterator[str]:
     yield "## Bursts\n"
     yield "![When the last one is done, by the number of replicas](last-done.svg)\n"
     yield "![How long each of 1,000 waits](stalls.svg)\n"
-    yield from _without_constants(BURST_HEAD, [_burst_line(row) for row in _rows(rows, "burst")])
-    yield "Commits, lost races, reads and KiB of keys and values of etcd are those of a newcomer.\n"
+    yield "![What etcd is asked](requests.svg)\n"
     yield HEADS
-    yield ("![What etcd is asked](requests.svg)\n")
     yield "## The figures of the TensorHub paper\n"
     yield "![Figures 7b, 11 and 12](paper.svg)\n"
-    twelve = [row["figures"] for row in _rows(rows, "figure_12")]
-    if twelve:
-        stall, crossings = (fmean(f[name] for f in twelve) for name in ("stall_s", "crossings"))
-        yield from _table(
-            ("12: two datacenters", "total stall s", "crossings"),
-            (
-                ("paper, UCX", "62.4", "4"),
-                ("paper, smart skipping", "7.7", "1"),
-                ("this release", f"{stall:.1f}", f"{crossings:.2f}"),
-                *_updates(rows),
-            ),
-        )
     yield WORKS
-
-
-def _updates(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
-    found: dict[tuple[str, str], list[Mapping[str, float]]] = {}
-    for row in _rows(rows, "updates_12"):
-        key = row["params"]["seeding"], row["params"].get("etcd", "")
-        found.setdefault(key, []).append(row["figures"])
-    for (seeding, etcd), each in found.items():
-        how = {"foreground": "... that skip", "host": '... `seeding="host"`'}[seeding]
-        where = "etcd beside them" if etcd else "etcd 40 ms away"
-        stall, crossings = (fmean(f[name] for f in each) for name in ("stall_s", "crossings"))
-        yield f"{how}, polling every 5 s, {where}", f"{stall:.1f}", f"{crossings:.2f}"
-
-
-BURST_HEAD = (
-    "N", "heads", "over s", "last x", "p99 x", "median x", "heads sent x", "readers of one, most",
-    "until it reads, ms: median, most", "commits", "lost", "reads", "KiB",
-)  # fmt: skip
-
-
-def _burst_line(row: Row) -> tuple[str, ...]:
-    params, found = row["params"], row["figures"]
-    over_s = params.get("over_s", 0.0)
-    [last] = _of(row, "last_x")  # counted from the first one's arrival
-    attached = ", ".join(f"{each:g}" for each in found["attached_ms"])
-    return (
-        *(_n(row), str(params.get("heads", 1)), f"{over_s:g}" if over_s else "at once"),
-        *("-" if over_s else last, *_of(row, "p99_x", "median_x", "heads_sent_x", "readers_max")),
-        attached,
-        *_of(row, "commits", "lost", "reads", "KiB"),
-    )
-
-
-def _without_constants(head: Sequence[str], lines: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """A table; columns that have the same in all lines are told above it."""
-    columns = list(zip(*lines, strict=True))
-    same = [at for at, column in enumerate(columns) if len(set(column)) == 1 and len(lines) > 1]
-    left = [at for at in range(len(head)) if at not in same]
-    if same:
-        told = "; ".join(f"{head[at]} {columns[at][0]}" for at in same)
-        yield f"The same in all lines: {told}.\n"
-    yield from _table([head[at] for at in left], ([line[at] for at in left] for line in lines))
-
-
-def _rows(rows: Sequence[Row], what: str) -> list[Row]:
-    return [row for row in rows if row["what"] == what]
-
-
-def _n(row: Row) -> str:
-    return f"{row['params']['n']:,}"
-
-
-def _of(row: Row, *names: str) -> tuple[str, ...]:
-    return tuple(f"{row['figures'][name]:g}" for name in names)
 
 
 def _table(head: Sequence[str], lines: Any) -> Iterator[str]:
