@@ -35,6 +35,7 @@ from wires import LOOK_S, Wire
 from torch_ros import deadline, face, features, protocol, shard, transfer
 from torch_ros.costs import NIXL_COSTS
 from torch_ros.deadline import Deadline
+from torch_ros.face.identity import Identity
 from torch_ros.features.deltas import reading as delta_reading
 from torch_ros.features.deltas.making import _Making
 from torch_ros.features.deltas.table import TABLE_BYTES
@@ -47,7 +48,6 @@ from torch_ros.protocol.keys import Keys, parse_holding
 from torch_ros.protocol.records import Call, Record
 from torch_ros.shard import tracing
 from torch_ros.shard.host_copies import HostCopy
-from torch_ros.shard.identity import Identity
 from torch_ros.store import loops, run, session, txn
 from torch_ros.store.txn import Watch
 from torch_ros.transfer import reading

@@ -13,6 +13,7 @@ from torch_ros.costs import Costs
 from torch_ros.deadline import Deadline
 from torch_ros.errors import UsageError
 from torch_ros.face.handle import ShardHandle
+from torch_ros.face.identity import Identity, identify
 from torch_ros.features.fallback.flow import Fallback, asks_for, bucket_below  # feature fallback
 from torch_ros.features.fallback.rules import knows  # feature fallback
 from torch_ros.features.handover.flow import Handover  # feature handover
@@ -34,7 +35,6 @@ from torch_ros.protocol.policy import Chosen, UpdatePolicy
 from torch_ros.protocol.retention import Wish
 from torch_ros.shard.core import Settings, Shard
 from torch_ros.shard.host_copies import seen_here, shard_of
-from torch_ros.shard.identity import Identity, identify
 from torch_ros.shard.seams import Feature
 from torch_ros.store.endpoint import connect as connect_store
 from torch_ros.transfer.mailbox import Mailbox

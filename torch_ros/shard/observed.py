@@ -6,9 +6,8 @@ from collections.abc import Callable
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.records import VersionRef
 from torch_ros.shard.host_copies import Copies
-from torch_ros.shard.identity import without_pid
 from torch_ros.shard.report import Reports
-from torch_ros.shard.tally import Tally, Whose, tallies
+from torch_ros.shard.tally import Tally, Whose, tallies, without_pid
 from torch_ros.shard.tracing import told
 from torch_ros.transfer.reading import Reading
 

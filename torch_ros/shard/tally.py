@@ -4,6 +4,7 @@ Each tally has one thread that counts, so that nobody waits; a scrape adds talli
 a closed handle stay.
 """
 
+import re
 import threading
 from bisect import bisect_left
 from collections import Counter, defaultdict
@@ -14,6 +15,7 @@ from torch_ros.errors import TorchRosError
 from torch_ros.shard.report import DrainReport, PublishReport, ReadReport, Report
 
 BOUNDS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+UNIQUE = re.compile(r"-\d+-[0-9a-f]{6}$")  # the end of a name that nobody chose
 WHOLE = "all"  # the stage that stands for the whole call
 ENDED_MAX = 256  # names of closed handles whose counts are kept
 
@@ -24,6 +26,11 @@ class Whose(NamedTuple):
     model: str
     replica: str
     rank: str
+
+
+def without_pid(replica: str) -> str:
+    """The host of a name that nobody chose; any other as it is."""
+    return UNIQUE.sub("", replica)
 
 
 class Histogram:

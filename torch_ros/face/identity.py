@@ -1,7 +1,6 @@
 """Which rank of which replica this process is, when the caller does not say."""
 
 import os
-import re
 import secrets
 import socket
 import time
@@ -17,8 +16,6 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import BackendError, TorchRosError, UsageError
 
 T = TypeVar("T")
-
-UNIQUE = re.compile(r"-\d+-[0-9a-f]{6}$")  # the end of a name that nobody chose
 
 LOOK_S, LOOK_MAX_S = 0.01, 0.2  # between two looks whether rank 0 has chosen: ever longer
 
@@ -93,13 +90,8 @@ def _launched(*, is_needed: bool) -> tuple[int, int]:
     return (found["RANK"], found["WORLD_SIZE"])
 
 
-def _unique_name() -> str:
+def _unique_name() -> str:  # `UNIQUE` in shard/tally.py knows it
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-
-
-def without_pid(replica: str) -> str:
-    """The host of a name that nobody chose, for labels; any other as it is."""
-    return UNIQUE.sub("", replica)
 
 
 def _shared(model: str, replica: str | None, rank: int, timeout_s: float) -> tuple[str, str]:
