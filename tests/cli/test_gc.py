@@ -12,7 +12,7 @@ from test_ls import published
 from torch_ros.cli import clearing, main
 from torch_ros.cli.leftovers import clearing as first_of
 from torch_ros.cli.leftovers import leftover_ranges, leftovers
-from torch_ros.p2p import life
+from torch_ros.fleet import life
 from torch_ros.protocol import schema
 from torch_ros.protocol.keys import EVERY_MODEL, Keys
 from torch_ros.protocol.records import (

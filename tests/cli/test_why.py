@@ -18,7 +18,7 @@ from test_ls import published
 import torch_ros
 from torch_ros.cli import main, waiting
 from torch_ros.cli.waits import Blamed, Hop, Why
-from torch_ros.p2p import life
+from torch_ros.fleet import life
 from torch_ros.printable import printable
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.records import GroupRecord, SeenRecord, ShardRecord, VersionRecord

@@ -9,8 +9,8 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  # the backend "fake"
 
 from torch_ros.errors import BackendError, DeadlineExceeded, UsageError
-from torch_ros.face.identity import identify
 from torch_ros.face import identity
+from torch_ros.face.identity import identify
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "job7", "ROLE_NAME": "actor"}
 

@@ -42,7 +42,7 @@ ARROWS = {  # folder -> what it may import besides itself, the ground and the st
     },
     "checkpoints": {"public", "weights", "torch"},
     "bucket": {"checkpoints", "codec", "public", "weights", "torch", "numpy", "msgspec"},
-    "fleet": {"features", "protocol", "store"},
+    "fleet": {"features", "p2p", "protocol", "store"},
     "metrics": {"bucket", "features", "fleet", "protocol", "shard"},
     "cli": {
         "bucket",

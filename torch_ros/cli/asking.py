@@ -13,7 +13,7 @@ from torch_ros.deadline import Deadline, wall_ms
 from torch_ros.errors import AccessDenied, BackendError, ClosedError, UsageError
 from torch_ros.fleet import seen
 from torch_ros.fleet.fleet import Fleet, fleet_ranges
-from torch_ros.p2p.life import Life, State, look
+from torch_ros.fleet.life import Life, State, look
 from torch_ros.printable import some
 from torch_ros.protocol.keys import EVERY_MODEL, Keys, parse_model
 from torch_ros.protocol.records import SeenRecord, VersionRef

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from torch_ros.cli.waits import Blamed, Why
 
-DOES = {  # by the state of a process, as `p2p/life.py` names it
+DOES = {  # by the state of a process, as `fleet/life.py` names it
     "running": "runs",
     "stopped": "is stopped (state T)",
     "traced": "is held by a debugger (state t)",

@@ -25,8 +25,8 @@ from torch_ros.features.pace.rules import SlowOnes  # feature pace
 from torch_ros.features.seeding.forerunner import Forerunner  # feature seeding
 from torch_ros.features.seeding.near_first import NearFirst  # feature seeding
 from torch_ros.features.seeding.rules import check_options, forerunner_of  # feature seeding
+from torch_ros.fleet.life import Sign, seen_here
 from torch_ros.p2p.choose import Network, TransportName, choose_transport, huge_pages_for
-from torch_ros.p2p.life import Sign
 from torch_ros.printable import log_of
 from torch_ros.protocol.applicant import Applicant
 from torch_ros.protocol.group import Group
@@ -34,7 +34,7 @@ from torch_ros.protocol.keys import DEFAULT_DATACENTER, OUTSIDE, Keys
 from torch_ros.protocol.policy import Chosen, UpdatePolicy
 from torch_ros.protocol.retention import Wish
 from torch_ros.shard.core import Settings, Shard
-from torch_ros.shard.host_copies import seen_here, shard_of
+from torch_ros.shard.host_copies import shard_of
 from torch_ros.shard.seams import Feature
 from torch_ros.store.endpoint import connect as connect_store
 from torch_ros.transfer.mailbox import Mailbox

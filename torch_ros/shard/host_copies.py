@@ -15,7 +15,6 @@ import torch
 from torch_ros.allocation import allocating
 from torch_ros.deadline import Deadline, wall_ms
 from torch_ros.errors import BackendError, ClosedError, SeatLost
-from torch_ros.p2p import life
 from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.p2p.lasting import LastingMemory
 from torch_ros.p2p.transport import Transport
@@ -24,7 +23,7 @@ from torch_ros.protocol import unpublish
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.keys import copy_of
 from torch_ros.protocol.outage import Patience
-from torch_ros.protocol.records import Kept, SeenRecord, ShardRecord, mark
+from torch_ros.protocol.records import Kept, ShardRecord, mark
 from torch_ros.protocol.seat import Seat
 from torch_ros.protocol.unpublish import CopiedPart
 from torch_ros.shard.room import available_bytes, ranks_here
@@ -45,11 +44,6 @@ CLOSE_S = 5.0  # a wait for the store looks at least every 2 s whether its handl
 def shard_of(mailbox: Mailbox, **says: Any) -> ShardRecord:
     """This process as peers see it; `says`: what features add to the record."""
     return ShardRecord(socket.gethostname(), os.getpid(), mailbox.card, **says)
-
-
-def seen_here(sign: life.Sign) -> SeenRecord:
-    """This process, as people find it also when it has lost its seat."""
-    return SeenRecord(socket.gethostname(), os.getpid(), 0, *life.own()._replace(sign=sign.name))
 
 
 class HostCopy:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torch_ros import allocation
-from torch_ros.p2p import life
+from torch_ros.fleet import life
 from torch_ros.p2p.voucher import Voucher, started_at
 from torch_ros.store import forking
 

@@ -1,6 +1,7 @@
 """Whether a process that was once told of is the one that has its number now, and what it does."""
 
 import os
+import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from torch_ros.p2p import mapped
 from torch_ros.p2p.voucher import line_of, started_at
+from torch_ros.protocol.records import SeenRecord
 
 # "closed": it lives, and has closed its sign. "frozen": by its cgroup. "replaced": it is gone, and
 # another one has its number by now.
@@ -80,6 +82,11 @@ def own() -> Life:
         return Life(mapped.host(), namespace, started_at(line_of("self")))
     except OSError:
         return Life()
+
+
+def seen_here(sign: Sign) -> SeenRecord:
+    """This process, as people find it also when it has lost its seat."""
+    return SeenRecord(socket.gethostname(), os.getpid(), 0, *own()._replace(sign=sign.name))
 
 
 def look(pid: int, life: Life) -> State:
