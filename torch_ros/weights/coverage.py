@@ -8,13 +8,16 @@ from hashlib import blake2b
 import msgspec
 
 from torch_ros.errors import ManifestMismatch, UsageError
+from torch_ros.weights.local import packed
 from torch_ros.weights.manifest import (
     OBJECT,
     UNIONS_MAX,
+    ChunkRecord,
     Layout,
+    TensorRecord,
+    logical,
 )
 from torch_ros.weights.tiling import matched
-from torch_ros.weights.whole import whole_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,22 @@ def require_whole(layouts: Sequence[Layout]) -> None:
             lack.found,
             "register, or read, all of it on some rank; a part can be read, and is not served",
         ) from None
+
+
+def whole_layout(layouts: Sequence[Layout]) -> Layout:
+    """Every tensor that these ranks name, as one chunk without gaps; objects are left out.
+
+    Raises: ManifestMismatch: Two ranks have a tensor with different dtypes or shapes.
+    """
+    tensors = [(f, t) for f, t in sorted(logical(layouts).items()) if t.dtype != OBJECT]
+    whole = Layout(
+        tuple(TensorRecord(fqn, dtype, shape) for fqn, (dtype, shape) in tensors),
+        tuple(
+            ChunkRecord(number, (0,) * len(shape), shape, (), spread=False)
+            for number, (_, (_, shape)) in enumerate(tensors)
+        ),
+    )
+    return packed(whole)
 
 
 def is_whole(layouts: Sequence[Layout]) -> bool:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -26,9 +27,17 @@ from torch_ros.store.loops import Done, Step, Wait
 from torch_ros.store.txn import Unseen, View
 from torch_ros.transfer.card import ALL_BLOCKS, Card, Word
 from torch_ros.weights.chunked import Chunked
+from torch_ros.weights.coverage import whole_layout
 from torch_ros.weights.local import WORDS
-from torch_ros.weights.manifest import Manifest, dtype_named, logical
-from torch_ros.weights.whole import tiles
+from torch_ros.weights.manifest import (
+    UNIONS_MAX,
+    Layout,
+    Manifest,
+    TensorRecord,
+    dtype_named,
+    logical,
+)
+from torch_ros.weights.tiling import matched
 
 log: logging.Logger = log_of(__name__)
 
@@ -216,7 +225,7 @@ def _loan(shard: Shard, card: bytes, mark: int) -> Loan:
 def _tensors(manifests: Sequence[Manifest], loans: Sequence[Loan]) -> dict[str, torch.Tensor]:
     """The tensors of a version: as one, if a chunk has all of it, else of boxes."""
     found = {}
-    for record, own in tiles(tuple(manifest.layout for manifest in manifests)).items():
+    for record, own in _tiles(tuple(manifest.layout for manifest in manifests)).items():
         dtype, boxes = dtype_named(record.dtype), dict[tuple[int, ...], torch.Tensor]()
         for tile in own:
             start = manifests[tile.rank].addresses[tile.chunk] + tile.start * dtype.itemsize
@@ -231,6 +240,50 @@ def _tensors(manifests: Sequence[Manifest], loans: Sequence[Loan]) -> dict[str, 
         first = next(iter(boxes.values()))
         is_whole = first.shape == record.shape
         found[record.fqn] = first if is_whole else Chunked(record.shape, dtype, boxes)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """A box of a tensor, and where it begins in memory: in which chunk of which rank."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    rank: int
+    chunk: int
+    start: int  # in elements, from the chunk's first
+
+
+@lru_cache(maxsize=UNIONS_MAX)
+def _tiles(layouts: Sequence[Layout]) -> Mapping[TensorRecord, Sequence[_Tile]]:
+    """The tensors of a version, and of each the boxes that it consists of; objects are left out.
+
+    Args:
+        layouts: Those of all ranks of one replica, in rank order.
+
+    Raises:
+        ManifestMismatch: A part of a tensor is on no rank. Names the fqn.
+    """
+    whole = whole_layout(layouts)
+    records = whole.tensors
+    offered, wanted, pieces = matched(layouts, whole, target_rank=0)
+    inside = pieces.offsets - offered.offsets[pieces.source]
+    starts = (inside * offered.strides[pieces.source]).sum(1)
+    found: dict[TensorRecord, list[_Tile]] = {record: [] for record in records}
+    for row, (source, target) in enumerate(zip(pieces.source, pieces.target, strict=True)):
+        record = records[wanted.tensor[target]]
+        shown = slice(len(record.shape))
+        found[record].append(
+            _Tile(
+                tuple(pieces.offsets[row, shown].tolist()),
+                tuple(pieces.sizes[row, shown].tolist()),
+                tuple(offered.strides[source, shown].tolist()),
+                int(offered.rank[source]),
+                int(offered.chunk[source]),
+                int(starts[row]),
+            )
+        )
     return found
 
 
