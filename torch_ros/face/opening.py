@@ -14,6 +14,7 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import UsageError
 from torch_ros.face.handle import ShardHandle
 from torch_ros.face.identity import Identity, identify
+from torch_ros.face.models import hint
 from torch_ros.features.fallback.flow import Fallback, asks_for, bucket_below  # feature fallback
 from torch_ros.features.fallback.rules import knows  # feature fallback
 from torch_ros.features.handover.flow import Handover  # feature handover
@@ -350,6 +351,7 @@ class _Means:
             group = Group.join(kv, own, deadline)
             undo.callback(group.close)
             shard = Shard(self.model, group, ways, mailbox, reading, settings, pages)
+            shard.hint = partial(hint, group)
             shard.attach(_Signed(sign))
             shard.attach(Pacing())  # feature pace
             shard.attach(Handover(shard))  # feature handover

@@ -10,28 +10,21 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from torch_ros.deadline import Deadline
-from torch_ros.errors import Fenced, SeatLost, TorchRosError
+from torch_ros.errors import Fenced, SeatLost
 from torch_ros.printable import log_of
 from torch_ros.protocol import calls
-from torch_ros.protocol import keys as k
 from torch_ros.protocol.call import CLEAN_UP_S, GroupCall, clean_up
-from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.ledger import BeginsAgain
 from torch_ros.protocol.life import IS_UNWAITED, CallLife
 from torch_ros.protocol.meeting import Missed
 from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.records import Asked, Begun, Kind
 from torch_ros.protocol.seating import Seating
-from torch_ros.store.kv import KV
 from torch_ros.store.loops import settle
-from torch_ros.store.txn import Read, Sample, View, Watch, one, sample
+from torch_ros.store.txn import one
 
 T = TypeVar("T")
 log: logging.Logger = log_of(__name__)
-
-RECORDS_MAX = 50  # the youngest are looked at: a list for people, and etcd has other work
-MODELS_MAX = 8  # are named
-SURVEY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +53,6 @@ class Group(Seating):
     order), `close`. Calls are made one at a time; everything else may come from any thread. A call
     in the middle of which the seat was lost is made again from the next, under its number.
     """
-
-    def hint(self, watch: Watch) -> str:
-        """The other models, for who waits for a version of a model that has none."""
-        keys = self.seat.keys
-        return other_models(self.kv, keys) if keys.versions() in watch.ranges else ""
 
     def make(self, task: GroupTask[T]) -> T:
         """The group's next call. `task` makes it, and makes it again if the seat was lost.
@@ -201,33 +189,3 @@ class Group(Seating):
         rule = partial(calls.begun, seat=self.seat, mine=Begun(number, asked))
         ranges = (one(self.seat.group), self.seat.keys.all_begun(self.seat.inst))
         return self.run(settle("begun", ranges, rule), Deadline(f"{asked}", CLEAN_UP_S))
-
-
-def other_models(kv: KV, keys: Keys) -> str:
-    """The models that have records, in words; "" if this one has a version, or nobody can say.
-
-    Three requests at most; a role that may read one model only gets no list.
-    """
-    try:
-        own = sample(keys.versions())
-        if any(_versions(kv.read(Read((own,)), timeout_s=SURVEY_S), keys)):
-            return ""
-        youngest = kv.read(Read((Sample(k.EVERY_MODEL, RECORDS_MAX),)), timeout_s=SURVEY_S)
-        names = sorted(filter(None, {k.parse_model(key) for key in youngest.entries}))
-        there = [Keys(name) for name in names[:MODELS_MAX] if name != keys.model]
-        view = kv.read(Read(tuple(sample(each.versions()) for each in there)), timeout_s=SURVEY_S)
-    except TorchRosError:
-        return ""
-    found = ", ".join(f"{each.model!r} ({_named(_versions(view, each))})" for each in there)
-    return f"; other models in this etcd: {found or 'none'}"
-
-
-def _versions(view: View, keys: Keys) -> list[int]:
-    found = (k.parse_version(key) for key in view.entries if key in keys.versions())
-    return sorted({where[1] for where in found if where})
-
-
-def _named(versions: list[int]) -> str:
-    if len(versions) > 1:
-        return f"versions {versions[0]} to {versions[-1]}"
-    return f"version {versions[0]}" if versions else "no version"

@@ -44,6 +44,7 @@ from torch_ros.shard.tensors import Tensors
 from torch_ros.shard.tracing import spanned
 from torch_ros.shard.word import OwnWord
 from torch_ros.store.aside import Aside
+from torch_ros.store.txn import Watch
 from torch_ros.transfer.card import ALL_BLOCKS, Word
 from torch_ros.transfer.mailbox import Digests, Mailbox
 from torch_ros.transfer.meter import OnProgress
@@ -95,6 +96,7 @@ class Shard:
     reports: Reports
     observed: Observed
     policy: Policy  # of its updates
+    hint: Callable[[Watch], str]  # what helps people with a wait
     is_closed: bool
     features: list[Feature]  # that are attached
     lock: threading.RLock  # of the call that is under way
@@ -121,7 +123,7 @@ class Shard:
         self.digests = Digests()
         self.reports = Reports()
         self.observed = Observed(model, group, self.reports, self.copies, reading)
-        self.policy = NEWEST
+        self.policy, self.hint = NEWEST, lambda _: ""
         self.is_closed = False
         self.lock = threading.RLock()
         self._ending = threading.Lock()
@@ -224,7 +226,7 @@ class Shard:
         arguments.seconds("timeout_s", timeout_s)
         group, is_cut = self.group, is_cancelled.get()
         check_open = unless_cancelled(group.ledger.check_open)
-        return Deadline(f"{what}", timeout_s, check_open=check_open, hint=group.hint, is_cut=is_cut)
+        return Deadline(f"{what}", timeout_s, check_open=check_open, hint=self.hint, is_cut=is_cut)
 
     def require_nothing_held(self, call: str) -> None:
         if self.held is not None:
