@@ -29,11 +29,11 @@ from starlette.responses import (
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from torch_ros.arguments import host_and_port, is_loopback
 from torch_ros.cli import asking, telling
 from torch_ros.cli.ending import told_to_end
 from torch_ros.errors import BackendError, TorchRosError, UsageError
 from torch_ros.fleet.fleet import Fleet
+from torch_ros.metrics.loopback import host_and_port, is_loopback
 from torch_ros.store.kv import KV
 
 QUIET_S = 10.0  # a comment is sent this often, so that both sides notice that the other is gone

@@ -11,8 +11,8 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.registry import Collector
 
-from torch_ros.arguments import host_and_port, is_loopback
 from torch_ros.errors import UsageError
+from torch_ros.metrics.loopback import host_and_port, is_loopback
 
 CONNECTIONS_MAX = 16  # a thread each; Prometheus keeps one or two
 SILENT_S = 5.0  # after which a connection on which nothing comes is closed
