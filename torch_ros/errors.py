@@ -36,10 +36,11 @@
   * ClosedError        used after close(), or in a forked child
 
 DCP sends exceptions between ranks with pickle, and a group call records them in etcd. Fields are
-therefore positional and plain (str, int, float), which makes Python keep them as ``args``; the
-message is built from them in ``__str__``.
+therefore plain (str, int, float), and given by position, which makes Python keep them as ``args``;
+the message is built from them in ``__str__``.
 """
 
+from dataclasses import dataclass
 from typing import Self
 
 from torch_ros.printable import printable
@@ -82,6 +83,7 @@ class PeerError(TorchRosError):
     """Another process failed."""
 
 
+@dataclass(eq=False, repr=False)
 class SeatLost(TorchRosError):
     """This replica lost its place in the store, and takes it again by itself. Call again later.
 
@@ -96,9 +98,6 @@ class SeatLost(TorchRosError):
 
     replica: str
     reason: str
-
-    def __init__(self, replica: str, reason: str, /) -> None:
-        self.replica, self.reason = replica, reason
 
 
 class Fenced(SeatLost):
@@ -126,6 +125,7 @@ class ClosedError(TorchRosError):
     """Used after ``close()``, or in a child of ``fork()``."""
 
 
+@dataclass(eq=False, repr=False)
 class ManifestMismatch(UsageError):
     """Tensors disagree with the version they are published as, or read from."""
 
@@ -136,10 +136,8 @@ class ManifestMismatch(UsageError):
     found: str
     advice: str
 
-    def __init__(self, what: str, expected: str, found: str, advice: str, /) -> None:
-        self.what, self.expected, self.found, self.advice = what, expected, found, advice
 
-
+@dataclass(eq=False, repr=False)
 class VersionConflict(UsageError):
     """Versions only grow within a run, and one number never means two contents."""
 
@@ -154,10 +152,8 @@ class VersionConflict(UsageError):
     run: str
     reason: str
 
-    def __init__(self, model: str, version: int, run: str, reason: str, /) -> None:
-        self.model, self.version, self.run, self.reason = model, version, run, reason
 
-
+@dataclass(eq=False, repr=False)
 class ContractBroken(UsageError):
     """Published tensors were written to before they were unpublished.
 
@@ -174,10 +170,8 @@ class ContractBroken(UsageError):
     reason: str
     advice: str
 
-    def __init__(self, version: int, reason: str, advice: str, /) -> None:
-        self.version, self.reason, self.advice = version, reason, advice
 
-
+@dataclass(eq=False, repr=False)
 class ContentChanged(UsageError):
     """Tensors that were read are not what they were, and so are not served. Nothing is offered."""
 
@@ -189,9 +183,6 @@ class ContentChanged(UsageError):
 
     version: int
     fqn: str
-
-    def __init__(self, version: int, fqn: str, /) -> None:
-        self.version, self.fqn = version, fqn
 
 
 class CallMismatch(UsageError):
@@ -223,6 +214,7 @@ class CallMismatch(UsageError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class NotSupported(UsageError):
     """A documented option that this release does not have yet."""
 
@@ -231,10 +223,8 @@ class NotSupported(UsageError):
     what: str
     advice: str
 
-    def __init__(self, what: str, advice: str, /) -> None:
-        self.what, self.advice = what, advice
 
-
+@dataclass(eq=False, repr=False)
 class RequestTooLarge(UsageError):
     """etcd refused a request for its size. Nothing was applied."""
 
@@ -248,10 +238,8 @@ class RequestTooLarge(UsageError):
     key: str  # the largest
     size_bytes: int
 
-    def __init__(self, endpoint: str, key: str, size_bytes: int, /) -> None:
-        self.endpoint, self.key, self.size_bytes = endpoint, key, size_bytes
 
-
+@dataclass(eq=False, repr=False)
 class VersionNotFound(NotAvailable):
     """No replica holds this version whole."""
 
@@ -261,10 +249,8 @@ class VersionNotFound(NotAvailable):
     version: str
     reason: str
 
-    def __init__(self, model: str, version: str, reason: str, /) -> None:
-        self.model, self.version, self.reason = model, version, reason
 
-
+@dataclass(eq=False, repr=False)
 class LoanRefused(NotAvailable):
     """A replica has the version in memory that it may lend, and lends no more of it now."""
 
@@ -278,10 +264,6 @@ class LoanRefused(NotAvailable):
     replica: str
     reason: str
     advice: str
-
-    def __init__(self, model: str, version: int, replica: str, reason: str, advice: str, /) -> None:
-        self.model, self.version, self.replica = model, version, replica
-        self.reason, self.advice = reason, advice
 
 
 class DeadlineExceeded(NotAvailable, TimeoutError):
@@ -298,6 +280,7 @@ class DeadlineExceeded(NotAvailable, TimeoutError):
         self.what, self.timeout_s, self.reason = what, timeout_s, reason
 
 
+@dataclass(eq=False, repr=False)
 class TransferFailed(PeerError):
     """Bytes could not be read from another agent."""
 
@@ -306,17 +289,15 @@ class TransferFailed(PeerError):
     agent: str
     reason: str
 
-    def __init__(self, agent: str, reason: str, /) -> None:
-        self.agent, self.reason = agent, reason
 
-
+@dataclass(eq=False, repr=False)
 class SourceLost(PeerError):
     """A source vanished while it was read, and no other was left.
 
     Bytes that were read so far are in the target tensors; treat their content as undefined.
     """
 
-    is_orderly: bool = False  # it has only stopped serving: nothing failed
+    is_orderly = False  # it has only stopped serving: nothing failed
 
     _message = (
         "lost replica {self.replica!r} ({self.what}){self.progress}, and no other replica has the "
@@ -328,10 +309,6 @@ class SourceLost(PeerError):
     bytes_done: int
     bytes_total: int  # 0: it was lost before it was known how much there is to read
 
-    def __init__(self, replica: str, what: str, bytes_done: int, bytes_total: int, /) -> None:
-        self.replica, self.what = replica, what
-        self.bytes_done, self.bytes_total = bytes_done, bytes_total
-
     @property
     def progress(self) -> str:
         """How far the read was; "" if who found the loss does not count bytes."""
@@ -342,6 +319,7 @@ class SourceLost(PeerError):
         return self
 
 
+@dataclass(eq=False, repr=False)
 class CorruptWeights(PeerError):
     """Digests disagree: what this replica read is not what was published.
 
@@ -363,10 +341,8 @@ class CorruptWeights(PeerError):
     def origin(self) -> str:
         return f"read from replica {self.source!r}" if self.source else "brought by deltas"
 
-    def __init__(self, model: str, version: int, fqn: str, source: str, /) -> None:
-        self.model, self.version, self.fqn, self.source = model, version, fqn, source
 
-
+@dataclass(eq=False, repr=False)
 class CorruptDelta(PeerError):
     """A delta contradicts itself, its digest, or the chunk that it was made of.
 
@@ -382,10 +358,8 @@ class CorruptDelta(PeerError):
     expected: str
     found: str
 
-    def __init__(self, what: str, expected: str, found: str, /) -> None:
-        self.what, self.expected, self.found = what, expected, found
 
-
+@dataclass(eq=False, repr=False)
 class LoanBroken(PeerError):
     """A borrowed copy was written over before the block was left, whoever has unlocked it.
 
@@ -402,10 +376,8 @@ class LoanBroken(PeerError):
     version: int
     replica: str
 
-    def __init__(self, model: str, version: int, replica: str, /) -> None:
-        self.model, self.version, self.replica = model, version, replica
 
-
+@dataclass(eq=False, repr=False)
 class CallAborted(PeerError):
     """Another rank of this group failed for a reason of its own, so the call failed for all."""
 
@@ -417,9 +389,6 @@ class CallAborted(PeerError):
     call: int  # 0: `open`
     rank: int
     reason: str
-
-    def __init__(self, replica: str, call: int, rank: int, reason: str, /) -> None:
-        self.replica, self.call, self.rank, self.reason = replica, call, rank, reason
 
     @property
     def _what(self) -> str:
@@ -433,6 +402,7 @@ class CutOff(CallAborted):
         super().__init__(replica, call, rank, "it is cut off from etcd, and does not wait")
 
 
+@dataclass(eq=False, repr=False)
 class InstallRejected(PeerError):
     """A rank of this group failed within `installing`. The replica is active at no version.
 
@@ -450,24 +420,19 @@ class InstallRejected(PeerError):
     rank: int
     reason: str
 
-    def __init__(self, replica: str, version: int, rank: int, reason: str, /) -> None:
-        self.replica, self.version, self.rank, self.reason = replica, version, rank, reason
-
 
 REFUSED = "connection refused"
 NO_ANSWER = "no answer"
 NO_LEADER = "no leader"
 
 
+@dataclass(eq=False, repr=False)
 class StoreUnavailable(BackendError):
     """etcd did not answer, or refused. A commit that was sent may have been applied."""
 
     endpoint: str
     timeout_s: float
     reason: str
-
-    def __init__(self, endpoint: str, timeout_s: float, reason: str, /) -> None:
-        self.endpoint, self.timeout_s, self.reason = endpoint, timeout_s, reason
 
     def _said(self) -> str:
         if self.reason == NO_LEADER:
@@ -508,6 +473,7 @@ class StoreAlarm(StoreUnavailable):
         return f"etcd at {self.endpoint} refuses requests, by its alarm {self.alarm}: {self.advice}"
 
 
+@dataclass(eq=False, repr=False)
 class AccessDenied(BackendError):
     """etcd does not let this process in, or is not the etcd that it should be.
 
@@ -521,10 +487,8 @@ class AccessDenied(BackendError):
     reason: str
     advice: str
 
-    def __init__(self, endpoint: str, what: str, reason: str, advice: str, /) -> None:
-        self.endpoint, self.what, self.reason, self.advice = endpoint, what, reason, advice
 
-
+@dataclass(eq=False, repr=False)
 class Contention(BackendError):
     """Every attempt lost its race."""
 
@@ -533,10 +497,8 @@ class Contention(BackendError):
     what: str
     attempts: int
 
-    def __init__(self, what: str, attempts: int, /) -> None:
-        self.what, self.attempts = what, attempts
 
-
+@dataclass(eq=False, repr=False)
 class BucketError(BackendError):
     """An object store did not do as asked.
 
@@ -550,14 +512,12 @@ class BucketError(BackendError):
     reason: str
     advice: str
 
-    def __init__(self, url: str, key: str, reason: str, advice: str, /) -> None:
-        self.url, self.key, self.reason, self.advice = url, key, reason, advice
-
 
 class UnreadableVersion(BucketError):
     """An object of a version is gone, or has other bytes than were archived: it stays so."""
 
 
+@dataclass(eq=False, repr=False)
 class FolderError(TorchRosError):
     """A folder, or a file in it, cannot be written: the disk is full, or this user may not."""
 
@@ -567,10 +527,8 @@ class FolderError(TorchRosError):
     reason: str
     advice: str
 
-    def __init__(self, folder: str, reason: str, advice: str, /) -> None:
-        self.folder, self.reason, self.advice = folder, reason, advice
 
-
+@dataclass(eq=False, repr=False)
 class UntrustedObject(TorchRosError):
     """An object in a version takes more than plain values and tensors, or costs too much."""
 
@@ -582,6 +540,3 @@ class UntrustedObject(TorchRosError):
 
     fqn: str
     reason: str
-
-    def __init__(self, fqn: str, reason: str, /) -> None:
-        self.fqn, self.reason = fqn, reason

@@ -31,6 +31,9 @@ def test_an_error_unpickles_as_itself(kind):
     error = example(kind)
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy), vars(copy)) == (kind, str(error), vars(error))
+    assert (copy.args, repr(copy)) == (error.args, repr(error))
+    assert repr(error) == f"{kind.__name__}({', '.join(map(repr, error.args))})"
+    assert len({error, copy}) == 2, "an error is itself alone, and can be hashed"
 
 
 @pytest.mark.parametrize("kind", EVERY)
