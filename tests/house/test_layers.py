@@ -89,7 +89,7 @@ DOORS = {
     "huggingface_hub": "bucket/hub.py",
     "nixl": "p2p/nixl.py",
     "obstore": "bucket/objects.py",
-    "opentelemetry": "shard/tracing.py",
+    "opentelemetry": "features/tracing/spans.py",
     "prometheus_client": "metrics",
     "safetensors": "checkpoints",
     "starlette": "cli/web.py",

@@ -43,10 +43,10 @@ from torch_ros.features.lending import memory
 from torch_ros.features.lending.memory import LentMemory, Loan
 from torch_ros.features.pace import rates
 from torch_ros.features.seeding.rules import forerunner_of
+from torch_ros.features.tracing import spans as tracing
 from torch_ros.protocol import group, sources, versions
 from torch_ros.protocol.keys import Keys, parse_holding
 from torch_ros.protocol.records import Call, Record
-from torch_ros.shard import tracing
 from torch_ros.shard.host_copies import HostCopy
 from torch_ros.store import loops, run, session, txn
 from torch_ros.store.txn import Watch
@@ -781,9 +781,7 @@ class World(Scheduler):
                     if getattr(module, name, None) is not None and (module, name) not in HOMES:
                         stack.enter_context(patch.object(module, name, value))
             spans = (f"00-{n:032x}-{n:016x}-01" for n in itertools.count(1))
-            stack.enter_context(
-                patch.object(tracing, "traceparent", functools.partial(next, spans))
-            )
+            stack.enter_context(patch.object(tracing.Spans, "traceparent", lambda _: next(spans)))
             stack.enter_context(patch.object(reading, "plan", planned))
             for (module, name), most in zip(MANY, self.many, strict=True):
                 stack.enter_context(patch.object(module, name, most))

@@ -26,6 +26,7 @@ from torch_ros.features.pace.rules import SlowOnes  # feature pace
 from torch_ros.features.seeding.forerunner import Forerunner  # feature seeding
 from torch_ros.features.seeding.near_first import NearFirst  # feature seeding
 from torch_ros.features.seeding.rules import check_options, forerunner_of  # feature seeding
+from torch_ros.features.tracing.spans import Spans  # feature tracing
 from torch_ros.fleet.life import Sign, seen_here
 from torch_ros.p2p.choose import Network, TransportName, choose_transport, huge_pages_for
 from torch_ros.printable import log_of
@@ -352,6 +353,7 @@ class _Means:
             undo.callback(group.close)
             shard = Shard(self.model, group, ways, mailbox, reading, settings, pages)
             shard.hint = partial(hint, group)
+            shard.tracing = Spans(shard)  # feature tracing
             shard.attach(_Signed(sign))
             shard.attach(Pacing())  # feature pace
             shard.attach(Handover(shard))  # feature handover

@@ -39,9 +39,8 @@ from torch_ros.shard.host_copies import Copies
 from torch_ros.shard.manifests import Manifests
 from torch_ros.shard.observed import Observed
 from torch_ros.shard.report import Reports, Stopwatch
-from torch_ros.shard.seams import Feature
+from torch_ros.shard.seams import Feature, Tracing
 from torch_ros.shard.tensors import Tensors
-from torch_ros.shard.tracing import spanned
 from torch_ros.shard.word import OwnWord
 from torch_ros.store.aside import Aside
 from torch_ros.store.txn import Watch
@@ -96,6 +95,7 @@ class Shard:
     reports: Reports
     observed: Observed
     policy: Policy  # of its updates
+    tracing: Tracing
     hint: Callable[[Watch], str]  # what helps people with a wait
     is_closed: bool
     features: list[Feature]  # that are attached
@@ -123,7 +123,8 @@ class Shard:
         self.digests = Digests()
         self.reports = Reports()
         self.observed = Observed(model, group, self.reports, self.copies, reading)
-        self.policy, self.hint = NEWEST, lambda _: ""
+        self.policy, self.tracing = NEWEST, Tracing()
+        self.hint = lambda _: ""
         self.is_closed = False
         self.lock = threading.RLock()
         self._ending = threading.Lock()
@@ -316,7 +317,7 @@ class Shard:
             self.catch_up(deadline, Patience(is_unpublish=may_forget))
             if (held := self.held or counted) is None:
                 return
-            with spanned("unpublish", **self.observed.labels, version=held.version):
+            with self.tracing.around("unpublish", version=held.version):
                 asked = Asked("unpublish", held.version)
                 self.make(self._unpublication(held, asked, deadline, passing))
         except SeatLost as lost:

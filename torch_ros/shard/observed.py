@@ -8,7 +8,6 @@ from torch_ros.protocol.records import VersionRef
 from torch_ros.shard.host_copies import Copies
 from torch_ros.shard.report import Reports
 from torch_ros.shard.tally import Tally, Whose, tallies, without_pid
-from torch_ros.shard.tracing import told
 from torch_ros.transfer.reading import Reading
 
 
@@ -20,12 +19,7 @@ class Observed:
     ) -> None:
         self._group, seat = group, group.seat
         self.tally: Tally = tallies.begin(Whose(model, without_pid(seat.replica), str(seat.rank)))
-        reports.listeners += [self.tally.add, told]
-        self.labels: dict[str, str | int] = {
-            "model": model,
-            "replica": seat.replica,
-            "rank": seat.rank,
-        }  # of spans
+        reports.listeners.append(self.tally.add)
         self.newest: VersionRef | None = None  # that its calls have heard of
         self.staged: dict[str, Callable[[], int]] = {  # bytes that it holds beside its tensors
             "copies": lambda: copies.size_bytes,

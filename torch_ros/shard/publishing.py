@@ -10,7 +10,6 @@ from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.records import Asked
 from torch_ros.protocol.versions import check_version
-from torch_ros.shard import tracing
 from torch_ros.shard.core import Shard
 from torch_ros.shard.publishers import require_equal
 from torch_ros.shard.report import PublishReport, Stopwatch
@@ -51,7 +50,7 @@ def publish(
         watch.lap("decide")
         registered = content.tensors()
         watch.lap("tensors")
-        call.decide_to_publish(check_version(version), tracing.traceparent())
+        call.decide_to_publish(check_version(version), shard.tracing.traceparent())
         watch.lap("decide")
         _offer(shard, content, call, registered, is_offered=True)
         watch.lap("digest")
@@ -74,7 +73,7 @@ def publish(
         registered = content.tensors()
         watch.lap("tensors")
         end = shard.manifests.alone(registered)
-        call.traceparent = tracing.traceparent()
+        call.traceparent = shard.tracing.traceparent()
         call.go_on_without(check_version(version), registered.sharding.digest, end)
         _offer(shard, content, call, registered, is_offered=False)
         watch.lap("digest")
@@ -87,7 +86,7 @@ def publish(
         of_call = call.number, watch.began_ms, call.ref.uid, call.turns
         shard.reports.add(PublishReport(*figures, *of_call))
 
-    with tracing.spanned("publish", **shard.observed.labels, version=version):
+    with shard.tracing.around("publish", version=version):
         return shard.make(GroupTask("publish", asked, deadline, perform, store_wait_s, unseated))
 
 

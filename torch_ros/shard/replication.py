@@ -27,7 +27,6 @@ from torch_ros.protocol.reaching import ClaimedSources, Sources, suspect
 from torch_ros.protocol.records import Asked, VersionRef
 from torch_ros.protocol.sources import Source
 from torch_ros.protocol.versions import Spec
-from torch_ros.shard import tracing
 from torch_ros.shard.base import Base
 from torch_ros.shard.core import Shard
 from torch_ros.shard.publishers import ReadFrom
@@ -167,7 +166,7 @@ def healed(
     been wrong. Where a supplier has others for what cannot be read, the next, until it has none.
     All ranks get the same error, so all of them try again.
     """
-    with tracing.spanned(SPANS.get(shard.asked.verb, "replicate"), **shard.observed.labels):
+    with shard.tracing.around(SPANS.get(shard.asked.verb, "replicate")):
         avoided: Collection[str] = ()
         tries_left = HEAL_TRIES - 1
         while True:
@@ -286,7 +285,7 @@ class Replication:
     def read(self, call: GroupCall) -> ReadReport:
         """Do what was decided."""
         shard = self._shard
-        tracing.link(call.decided.traceparent)
+        shard.tracing.link(call.decided.traceparent)
         if call.has_ended:  # while this rank had no seat; its part was done
             shard.word.serve_held()
             return self._report(call)

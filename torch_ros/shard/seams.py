@@ -4,6 +4,7 @@ The core calls them, and names no feature. A feature has those that it needs.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -86,6 +87,21 @@ class Judges(Protocol):
 
     def of(self, claimed: ClaimedSources, source: Source) -> Judging:
         """Makes the judge of that source, for each pass in which it is the only one."""
+
+
+class Tracing:
+    """Where a program traces the calls of a shard. This one traces nothing."""
+
+    def around(self, name: str, **attributes: int) -> AbstractContextManager[None]:
+        """The trace of a call, as long as the block lasts."""
+        return nullcontext()
+
+    def traceparent(self) -> str:
+        """The context of the call that is traced, as W3C writes it; "": none is."""
+        return ""
+
+    def link(self, parent: str) -> None:
+        """The call that is traced reads what was published in that context."""
 
 
 class Feature:

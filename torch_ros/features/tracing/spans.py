@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING
 
 from torch_ros.printable import log_of
 from torch_ros.release import RELEASE
+from torch_ros.shard.core import Shard
 from torch_ros.shard.report import DrainReport, PublishReport, ReadReport, Report
+from torch_ros.shard.seams import Tracing
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
@@ -78,24 +80,35 @@ def spanned(name: str, **attributes: AttributeValue) -> Iterator[None]:
         _ending().put(call)
 
 
-def told(report: Report) -> None:
-    """The report of the call that is traced."""
+class Spans(Tracing):
+    """Spans of one shard's calls."""
+
+    def __init__(self, shard: Shard) -> None:
+        seat = shard.group.seat
+        self._labels: dict[str, str | int] = {
+            "model": shard.model,
+            "replica": seat.replica,
+            "rank": seat.rank,
+        }
+        shard.reports.listeners.append(_told)
+
+    def around(self, name: str, **attributes: int) -> AbstractContextManager[None]:
+        return spanned(name, **self._labels, **attributes)
+
+    def traceparent(self) -> str:
+        if (call := _open.get()) is None:
+            return ""
+        at = call.span.get_span_context()
+        return f"00-{at.trace_id:032x}-{at.span_id:016x}-{at.trace_flags:02x}"
+
+    def link(self, parent: str) -> None:
+        if (call := _open.get()) is not None and parent:
+            call.links.append(parent)
+
+
+def _told(report: Report) -> None:
     if (call := _open.get()) is not None:
         call.report = report
-
-
-def traceparent() -> str:
-    """The context of the call that is traced, as W3C writes it; "": none is."""
-    if (call := _open.get()) is None:
-        return ""
-    at = call.span.get_span_context()
-    return f"00-{at.trace_id:032x}-{at.span_id:016x}-{at.trace_flags:02x}"
-
-
-def link(parent: str) -> None:
-    """The call that is traced reads what was published there."""
-    if (call := _open.get()) is not None and parent:
-        call.links.append(parent)
 
 
 def flush(timeout_s: float = FLUSH_S) -> None:

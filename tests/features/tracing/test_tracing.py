@@ -16,9 +16,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from torch_ros.errors import DeadlineExceeded, SeatLost
+from torch_ros.features.tracing import spans as tracing
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.records import VersionRecord
-from torch_ros.shard import tracing
 from torch_ros.store.txn import Read, one
 
 
@@ -168,9 +168,10 @@ def test_a_call_that_has_failed_keeps_nothing_of_its_caller(exporter, ended):
 @pytest.mark.parametrize(
     "told", ["", "x", "00-" + "0" * 32 + "-" + "0" * 16 + "-00", "00-zz-1-01", "0" * 55]
 )
-def test_a_context_that_means_nothing_is_no_link(exporter, ended, told):
+def test_a_context_that_means_nothing_is_no_link(opened, ended, told):
+    rollout = opened("rollout")
     with tracing.spanned("read"):
-        tracing.link(told)
+        rollout._shard.tracing.link(told)
     [span] = ended("read")
     assert [link for link in span.links if link.context.is_valid] == []
 

@@ -1,0 +1,1 @@
+"""Spans around calls, in programs that trace with OpenTelemetry. Without it there are none."""
