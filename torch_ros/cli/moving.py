@@ -36,11 +36,11 @@ from torch_ros.cli.ending import told_to_end
 from torch_ros.cli.ls import size
 from torch_ros.cli.output import complain, say
 from torch_ros.errors import BackendError, StoreUnavailable, UsageError
+from torch_ros.face.progress import Bar
 from torch_ros.printable import log_of, printable, some
 from torch_ros.protocol.records import VersionRef
 from torch_ros.protocol.versions import Spec
 from torch_ros.store.endpoint import located
-from torch_ros.transfer.meter import Bar
 
 LOOK_S = 1.0  # between two looks at who has it
 AWAY_S = 0.5  # between two questions to an etcd that does not answer

@@ -15,6 +15,7 @@ from torch_ros.errors import UsageError
 from torch_ros.face.handle import ShardHandle
 from torch_ros.face.identity import Identity, identify
 from torch_ros.face.models import hint
+from torch_ros.face.progress import OnProgress, displays
 from torch_ros.features.fallback.flow import Fallback, asks_for, bucket_below  # feature fallback
 from torch_ros.features.fallback.rules import knows  # feature fallback
 from torch_ros.features.handover.flow import Handover  # feature handover
@@ -40,7 +41,6 @@ from torch_ros.shard.host_copies import shard_of
 from torch_ros.shard.seams import Feature
 from torch_ros.store.endpoint import connect as connect_store
 from torch_ros.transfer.mailbox import Mailbox
-from torch_ros.transfer.meter import OnProgress
 from torch_ros.transfer.reading import Reading
 from torch_ros.weights.manifest import Depth
 
@@ -238,7 +238,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     way, reason = _chosen(transport)
     check_contract = check_contract or environment.value(environment.CHECK_CONTRACT) == "1"
     depth: Depth = "full" if check_contract and digests == "off" else digests
-    chosen = Settings(timeout_s, linger_s, depth, check_contract, relay, on_progress)
+    chosen = Settings(timeout_s, linger_s, depth, check_contract, relay, displays(on_progress))
     deadline = Deadline(f"open({model!r})", timeout_s)
     place = identify(model, replica, rank, world_size, timeout_s=timeout_s)
     check_options(place.replica, seeding, policy)  # feature seeding
@@ -385,7 +385,7 @@ class _Ahead:
 
     def __call__(self, nonce: str, deadline: Deadline, on_progress: OnProgress) -> Shard:
         place = replace(self.place, replica=forerunner_of(self.place.replica))
-        settings = replace(self.settings, relay=True, on_progress=on_progress)
+        settings = replace(self.settings, relay=True, displays=displays(on_progress))
         seat = self.shard.group.seat
         # Spot: nobody counts on a copy that is let go of when it has been used.
         there = partial(self.applicant, shared_nonce=nonce, spot=True)

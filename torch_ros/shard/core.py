@@ -46,7 +46,7 @@ from torch_ros.store.aside import Aside
 from torch_ros.store.txn import Watch
 from torch_ros.transfer.card import ALL_BLOCKS, Word
 from torch_ros.transfer.mailbox import Digests, Mailbox
-from torch_ros.transfer.meter import OnProgress
+from torch_ros.transfer.meter import Displays
 from torch_ros.transfer.reading import Reading
 from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.manifest import Depth
@@ -70,7 +70,7 @@ class Settings:
     depth: Depth
     check_contract: bool
     relay: bool
-    on_progress: OnProgress | None
+    displays: Displays  # of reads
 
 
 class Shard:

@@ -296,7 +296,8 @@ class Replication:
             shard.word.void()  # it may show a part of another one, from before a seat was lost
             self.start(call.ref)
         what = f"version {call.ref.version} of {shard.model!r}"
-        with closing(Meter(what, shard.settings.on_progress, shard.group.seat.rank)) as meter:
+        display = shard.settings.displays(what, shard.group.seat.rank)
+        with closing(Meter(display)) as meter:
             if call.decided.must:
                 self._read_from_elsewhere(call, meter)
             else:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import torch_ros
+from torch_ros.face import progress
 from torch_ros.transfer import batches, reading
-from torch_ros.transfer import meter as meter_module
 from torch_ros.transfer.meter import Meter
 
 
@@ -26,13 +26,13 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def stderr(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    monkeypatch.setattr(meter_module, "BAR_AFTER_S", meter_module.AT_ONCE_S)
-    monkeypatch.setattr(meter_module, "REDRAW_S", 0.0)
+    monkeypatch.setattr(progress, "BAR_AFTER_S", progress.AT_ONCE_S)
+    monkeypatch.setattr(progress, "REDRAW_S", 0.0)
     return lambda stream: monkeypatch.setattr(sys, "stderr", stream) or stream
 
 
 def read(rank=0, on_progress=None):
-    with closing(Meter("version 7", on_progress, rank)) as meter:
+    with closing(Meter(progress.displays(on_progress)("version 7", rank))) as meter:
         meter.expect(4000)
         for _ in range(4):
             meter.add(1000)
@@ -52,7 +52,7 @@ def test_nothing_is_drawn_in_a_log(stderr):
 
 
 def test_nothing_is_drawn_of_a_short_read(stderr, monkeypatch):
-    monkeypatch.setattr(meter_module, "BAR_AFTER_S", 60.0)
+    monkeypatch.setattr(progress, "BAR_AFTER_S", 60.0)
     stream = stderr(Terminal())
     read()
     assert stream.getvalue() == ""
@@ -121,7 +121,7 @@ def test_a_read_does_not_depend_on_stderr(stderr, kind):
 
 def test_a_terminal_that_breaks_in_the_middle_ends_the_bar_alone(stderr):
     stream = stderr(Terminal())
-    with closing(Meter("version 7", None, 0)) as meter:
+    with closing(Meter(progress.displays(None)("version 7", 0))) as meter:
         meter.expect(3000)
         meter.add(1000)
         stream.write = Broken(OSError(errno.ENXIO, "no such device")).write
