@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from torch_ros.face.aio import AsyncHandle
     from torch_ros.face.handle import ShardHandle
     from torch_ros.face.opening import open  # noqa: A004
+    from torch_ros.features.huge_pages.pages import HugePageReport  # feature huge_pages
     from torch_ros.features.installs.records import Install  # feature installs
     from torch_ros.features.installs.waiting import Installed  # feature installs
     from torch_ros.features.lending.borrowing import Borrowed  # feature lending
     from torch_ros.features.streams.stream import Stream  # feature streams
     from torch_ros.features.transforms.casting import Cast, Float8  # feature transforms
     from torch_ros.fleet.fleet import Fleet, Held, Published, Replica
-    from torch_ros.p2p.huge_pages import HugePageReport
     from torch_ros.protocol.policy import UpdatePolicy
     from torch_ros.shard.finding import Contents
     from torch_ros.shard.report import DrainReport, PublishReport, ReadReport, Report
@@ -48,7 +48,7 @@ __all__ = [
     "Fleet",
     "Float8",  # feature transforms
     "Held",
-    "HugePageReport",
+    "HugePageReport",  # feature huge_pages
     "Install",  # feature installs
     "Installed",  # feature installs
     "MadeTensor",
@@ -76,7 +76,7 @@ _HOMES = {  # imported at their first use
     "Fleet": "torch_ros.fleet.fleet",
     "Float8": "torch_ros.features.transforms.casting",  # feature transforms
     "Held": "torch_ros.fleet.fleet",
-    "HugePageReport": "torch_ros.p2p.huge_pages",
+    "HugePageReport": "torch_ros.features.huge_pages.pages",  # feature huge_pages
     "Install": "torch_ros.features.installs.records",  # feature installs
     "Installed": "torch_ros.features.installs.waiting",  # feature installs
     "MadeTensor": "torch_ros.copies.transforms",

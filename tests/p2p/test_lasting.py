@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torch_ros.errors import ClosedError
-from torch_ros.p2p.huge_pages import HugePages
+from torch_ros.features.huge_pages.pages import HugePages
 from torch_ros.p2p.lasting import LastingMemory
 from torch_ros.p2p.memory import MemoryTransport
 from torch_ros.protocol.records import Kept, VersionRef

@@ -11,7 +11,7 @@ import torch
 import torch_ros
 from torch_ros.deadline import Deadline
 from torch_ros.errors import DeadlineExceeded, SourceLost
-from torch_ros.p2p.huge_pages import HugePages
+from torch_ros.features.huge_pages.pages import HugePages
 from torch_ros.p2p.memory import MemoryPeer, MemoryTransport
 from torch_ros.protocol.records import Kept, VersionRef
 from torch_ros.shard import host_copies as copies

@@ -12,7 +12,7 @@ from kit import inside, until
 from torch.distributed.tensor import DTensor, Shard
 
 import torch_ros
-from torch_ros.p2p.huge_pages import HugePages
+from torch_ros.features.huge_pages.pages import HugePages
 from torch_ros.p2p.nixl import NixlTransport
 from torch_ros.spans import Region
 from torch_ros.transfer import reading

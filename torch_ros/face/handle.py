@@ -20,6 +20,7 @@ from torch_ros.face.aio import AsyncHandle
 from torch_ros.features.deltas.copies import DeltaOptions  # feature deltas
 from torch_ros.features.deltas.flow import Deltas  # feature deltas
 from torch_ros.features.handover.archiving import Archives  # feature handover
+from torch_ros.features.huge_pages.pages import HugePageReport, HugePages  # feature huge_pages
 from torch_ros.features.installs.installing import Installing, Installs  # feature installs
 from torch_ros.features.installs.records import Install  # feature installs
 from torch_ros.features.installs.waiting import Installed, Waiting  # feature installs
@@ -29,7 +30,6 @@ from torch_ros.features.reading.reads import Reads  # feature reading
 from torch_ros.features.seeding.near_first import policy_for  # feature seeding
 from torch_ros.features.streams.stream import Stream, Streams  # feature streams
 from torch_ros.fleet.fleet import Fleet, fleet_ranges
-from torch_ros.p2p.huge_pages import HugePageReport
 from torch_ros.protocol.records import Asked, VersionRef
 from torch_ros.protocol.versions import Spec, check_version, listing, spec_ranges
 from torch_ros.shard import replication
@@ -152,11 +152,14 @@ class ShardHandle:
         """Replicate, update, follow and wait as coroutines."""
         return AsyncHandle(self, self._shard)
 
+    # feature huge_pages {
     @property
     def huge_pages(self) -> HugePageReport:
         """How much of the registered memory was made of huge pages; see `open(huge_pages=...)`."""
+        assert isinstance(self._shard.pages, HugePages)
         return self._shard.pages.report
 
+    # } huge_pages
     @property
     def state(self) -> State:
         """Where this process stands with etcd.

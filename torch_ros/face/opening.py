@@ -19,6 +19,7 @@ from torch_ros.face.progress import OnProgress, displays
 from torch_ros.features.fallback.flow import Fallback, asks_for, bucket_below  # feature fallback
 from torch_ros.features.fallback.rules import knows  # feature fallback
 from torch_ros.features.handover.flow import Handover  # feature handover
+from torch_ros.features.huge_pages.pages import huge_pages_for  # feature huge_pages
 from torch_ros.features.installs.records import NAME as INSTALL  # feature installs
 from torch_ros.features.installs.records import Install  # feature installs
 from torch_ros.features.lending.buffers import lend  # feature lending
@@ -29,7 +30,9 @@ from torch_ros.features.seeding.near_first import NearFirst  # feature seeding
 from torch_ros.features.seeding.rules import check_options, forerunner_of  # feature seeding
 from torch_ros.features.tracing.spans import Spans  # feature tracing
 from torch_ros.fleet.life import Sign, seen_here
-from torch_ros.p2p.choose import Network, TransportName, choose_transport, huge_pages_for
+from torch_ros.p2p.choose import Network, TransportName, choose_transport
+from torch_ros.p2p.pages import Pages
+from torch_ros.p2p.transport import Transport
 from torch_ros.printable import log_of
 from torch_ros.protocol.applicant import Applicant
 from torch_ros.protocol.group import Group
@@ -89,7 +92,7 @@ OPTIONS: Mapping[str, arguments.Check] = {  # of `open`
     "costs": arguments.optional(arguments.instance(Costs)),
     "retain": _several,
     "borrow_bytes": arguments.whole(0, 1 << 50),  # feature lending
-    "huge_pages": arguments.yes_or_no,
+    "huge_pages": arguments.yes_or_no,  # feature huge_pages
     "on_progress": arguments.optional(_function),
     "policy": arguments.optional(_policy),
     "seeding": arguments.one_of(get_args(Seeding)),  # feature seeding
@@ -122,7 +125,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     transport: TransportName | None = None,
     staging_bytes: int = 4 << 20,
     costs: Costs | None = None,
-    huge_pages: bool = True,
+    huge_pages: bool = True,  # feature huge_pages
     borrow_bytes: int = 0,  # feature lending
     on_progress: OnProgress | None = None,
     policy: UpdatePolicy | None = None,
@@ -246,16 +249,8 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     endpoint = endpoint or environment.value(environment.ENDPOINT) or DEFAULT_ENDPOINT
     network = Network(fabric or datacenter, tuple(wan_devices))
     means = _Means(model, endpoint, timeout_s, way, network, reason, staging_bytes, costs)
-    applicant = partial(
-        Applicant,
-        keys=Keys(model),
-        rank=place.rank,
-        world_size=place.world_size,
-        run=run,
-        datacenter=datacenter,
-        ttl_s=ttl_s,
-        drain_s=drain_s,
-    )
+    applicant = partial(Applicant, keys=Keys(model), rank=place.rank, world_size=place.world_size)
+    applicant = partial(applicant, run=run, datacenter=datacenter, ttl_s=ttl_s, drain_s=drain_s)
     own = partial(applicant, shared_nonce=place.nonce or "", spot=spot, retain=retained)
     says: dict[str, Any] = {}  # in the shard's record
     # feature fallback {
@@ -265,7 +260,9 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     own = partial(own, prefers=forerunner_of(place.replica))  # feature seeding
     says |= {"carries": {INSTALL: Install().carried}} if installs else {}  # feature installs
     _serve_figures()  # before there is a seat that an error or Ctrl-C would leave behind
-    shard = means.shard(place, own, chosen, deadline, says, huge_pages=huge_pages)
+    pages: Callable[[Transport], Pages] = _as_they_are
+    pages = partial(huge_pages_for, is_wanted=huge_pages)  # feature huge_pages
+    shard = means.shard(place, own, chosen, deadline, says, pages)
 
     # feature fallback {
     if below is not None:
@@ -280,6 +277,10 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     handle = ShardHandle(shard)
     lend(handle.copies, shard.transport.agent, borrow_bytes)  # feature lending
     return handle
+
+
+def _as_they_are(_: Transport) -> Pages:
+    return Pages()
 
 
 def _require_free(run: str | None) -> None:
@@ -324,8 +325,7 @@ class _Means:
         settings: Settings,
         deadline: Deadline,
         says: Mapping[str, Any] = MappingProxyType({}),
-        *,
-        huge_pages: bool = False,
+        pages_of: Callable[[Transport], Pages] = _as_they_are,
     ) -> Shard:
         """Take a seat, with all that belongs to it."""
         name = place.replica
@@ -343,7 +343,7 @@ class _Means:
             )
             undo.callback(ways.close)
             kv = undo.enter_context(closing(connect_store(self.endpoint, timeout_s=self.timeout_s)))
-            pages = huge_pages_for(ways, is_wanted=huge_pages)
+            pages = pages_of(ways)
             reading = Reading(ways, self.staging_bytes, self.costs, pages)
             mailbox, sign = Mailbox(ways, reading.forget), Sign()
             undo.callback(sign.close)

@@ -13,7 +13,6 @@ from typing import Literal
 
 from torch_ros import environment
 from torch_ros.p2p.copying import thread_count
-from torch_ros.p2p.huge_pages import HugePages, obstacle
 from torch_ros.p2p.memory import MemoryTransport
 from torch_ros.p2p.near import NearTransport
 from torch_ros.p2p.room import require_files, require_home
@@ -91,14 +90,3 @@ def choose_transport(
         undo.pop_all()
     log.info("transport: NIXL over UCX%s (%s)", how, reason)
     return WaysTransport(ways)
-
-
-def huge_pages_for(transport: Transport, *, is_wanted: bool) -> HugePages:
-    """Huge pages for memory that peers copy through the kernel; elsewhere a reason for none."""
-    near = transport.nearest if isinstance(transport, WaysTransport) else transport
-    is_copied = isinstance(near, NearTransport) and near.host and near.threads.count
-    if not is_wanted:
-        return HugePages("open(huge_pages=False)")
-    if environment.value(environment.HUGE_PAGES) == "0":
-        return HugePages(f"{environment.HUGE_PAGES}=0")
-    return HugePages(obstacle() if is_copied else "no memory is read through the kernel here")

@@ -22,7 +22,7 @@ from torch_ros.errors import (
     TorchRosError,
     UsageError,
 )
-from torch_ros.p2p.huge_pages import HugePages
+from torch_ros.p2p.pages import Pages
 from torch_ros.p2p.transport import Transport
 from torch_ros.printable import log_of
 from torch_ros.protocol.call import ALONE, GroupCall, Passing
@@ -82,7 +82,7 @@ class Shard:
     model: str
     group: Group
     settings: Settings
-    pages: HugePages
+    pages: Pages
     mailbox: Mailbox
     reading: Reading
     transport: Transport
@@ -110,7 +110,7 @@ class Shard:
         mailbox: Mailbox,
         reading: Reading,
         settings: Settings,
-        pages: HugePages,
+        pages: Pages,
     ) -> None:
         self.model, self.group, self.settings, self.pages = model, group, settings, pages
         self.mailbox, self.reading, self.transport = mailbox, reading, transport

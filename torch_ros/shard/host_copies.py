@@ -15,8 +15,8 @@ import torch
 from torch_ros.allocation import allocating
 from torch_ros.deadline import Deadline, wall_ms
 from torch_ros.errors import BackendError, ClosedError, SeatLost
-from torch_ros.p2p.huge_pages import HugePages
 from torch_ros.p2p.lasting import LastingMemory
+from torch_ros.p2p.pages import Pages
 from torch_ros.p2p.transport import Transport
 from torch_ros.printable import log_of
 from torch_ros.protocol import unpublish
@@ -64,7 +64,7 @@ class HostCopy:
         kept: Kept,
         call: int,
         digests: Digests,
-        pages: HugePages,
+        pages: Pages,
     ) -> None:
         self.kept, self.call = kept, call
         ends = [0, *itertools.accumulate(aligned(tensor.nbytes) for tensor in memory)]
@@ -107,7 +107,7 @@ def _require_room(size_bytes: int, ranks: int) -> None:
 
 
 class Copies:
-    def __init__(self, group: Group, transport: Transport, pages: HugePages) -> None:
+    def __init__(self, group: Group, transport: Transport, pages: Pages) -> None:
         self._group, self._transport, self._pages = group, transport, pages
         # By the call that made it: under each seat that is taken again it has another name.
         self._copies: dict[int, HostCopy] = {}

@@ -8,7 +8,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from torch_ros.errors import ContractBroken, UsageError
-from torch_ros.p2p.huge_pages import HugePages
+from torch_ros.p2p.pages import Pages
 from torch_ros.printable import log_of
 from torch_ros.protocol.records import VersionRef
 from torch_ros.shard.guarding import Guarded
@@ -34,7 +34,7 @@ class Brought:
 class Tensors:
     """At most one set of tensors at a time. The caller makes sure that nobody reads them."""
 
-    def __init__(self, mailbox: Mailbox, pages: HugePages) -> None:
+    def __init__(self, mailbox: Mailbox, pages: Pages) -> None:
         self._mailbox, self._pages = mailbox, pages
         self.registered: LocalState | None = None
         self.brought: Brought | None = None  # by a read, and nothing has been filled since

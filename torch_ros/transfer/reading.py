@@ -15,7 +15,7 @@ import numpy as np
 from torch_ros.costs import HOST_COSTS, Costs
 from torch_ros.deadline import Deadline
 from torch_ros.errors import SourceLost, TransferFailed
-from torch_ros.p2p.huge_pages import HugePages
+from torch_ros.p2p.pages import Pages
 from torch_ros.p2p.transport import Transfer, Transport
 from torch_ros.transfer.batches import STEP_BYTES, Batch, Preparation, close_batches
 from torch_ros.transfer.feed import Arrivals, Feed, Following, Judge, Supply
@@ -45,7 +45,7 @@ class ReadingRoom:
 
     held_bytes: int = 0  # the size of the memory that there is; any thread may ask
 
-    def __init__(self, transport: Transport, peers: Peers, pages: HugePages) -> None:
+    def __init__(self, transport: Transport, peers: Peers, pages: Pages) -> None:
         self.transport, self.peers, self.pages = transport, peers, pages
 
     def forget(self, agent: str | None = None) -> None:
@@ -73,7 +73,7 @@ class Reading:
         transport: Transport,
         staging_bytes: int,
         costs: Costs | None,
-        pages: HugePages,
+        pages: Pages,
         *,
         streams: bool = False,
     ) -> None:

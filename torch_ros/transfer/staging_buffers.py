@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from torch_ros.p2p.huge_pages import HugePages
+from torch_ros.p2p.pages import Pages
 from torch_ros.p2p.transport import Registration, Transfer, Transport
 from torch_ros.spans import HOST, Region, Spans
 from torch_ros.weights.manifest import Manifest
@@ -41,7 +41,7 @@ class Staging:
 
     size_bytes: int
 
-    def __init__(self, transport: Transport, size_bytes: int, pages: HugePages) -> None:
+    def __init__(self, transport: Transport, size_bytes: int, pages: Pages) -> None:
         self._transport, self.size_bytes, self._pages = transport, size_bytes, pages
         self._buffers: dict[torch.device, tuple[torch.Tensor, Registration]] = {}
 

@@ -17,7 +17,7 @@ import torch
 from torch_ros.allocation import allocating
 from torch_ros.deadline import Deadline
 from torch_ros.errors import TransferFailed
-from torch_ros.p2p.huge_pages import HugePages
+from torch_ros.p2p.pages import Pages
 from torch_ros.p2p.transport import Registration, Transfer, Transport
 from torch_ros.spans import Region, Spans
 from torch_ros.transfer.feed import Arrivals, Following, Supply
@@ -51,7 +51,7 @@ class SourceSpan(NamedTuple):
 class SideRoom(ReadingRoom):
     """Host memory in which they land; kept for the next ones until `close`."""
 
-    def __init__(self, transport: Transport, peers: Peers, pages: HugePages) -> None:
+    def __init__(self, transport: Transport, peers: Peers, pages: Pages) -> None:
         super().__init__(transport, peers, pages)
         self._buffer: torch.Tensor | None = None
         self._registration: Registration | None = None

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from torch_ros.allocation import allocating
-from torch_ros.p2p.huge_pages import HugePages
+from torch_ros.p2p.pages import Pages
 from torch_ros.p2p.transport import Registration, Transport
 from torch_ros.spans import Region
 from torch_ros.transfer.reading import Reading
@@ -130,7 +130,7 @@ def parts_of(tensors: Named, buffer_bytes: int) -> list[Part]:
 class Buffers:
     """The memory that parts are read into, registered until `close`; views of it stay valid."""
 
-    def __init__(self, transport: Transport, pages: HugePages, parts: Sequence[Part]) -> None:
+    def __init__(self, transport: Transport, pages: Pages, parts: Sequence[Part]) -> None:
         sizes = [max((p.size_bytes for p in parts[n::BUFFERS]), default=0) for n in range(BUFFERS)]
         self._parts, self._phases = parts, dict[int, Phase]()
         with allocating("a stream with two buffers", sum(sizes), "pass a smaller buffer_bytes"):
@@ -201,7 +201,7 @@ class Lane:
             self._named, self._buffer_bytes, self._whole = named, buffer_bytes, None
             self.target, self.parts = layout_of(named), parts_of(named, buffer_bytes)
 
-    def buffers(self, transport: Transport, pages: HugePages) -> Buffers:
+    def buffers(self, transport: Transport, pages: Pages) -> Buffers:
         """Those of the last stream, if nobody has any of its tensors; else new ones."""
         if self._buffers is None or not self._buffers.is_free:
             self._let_go()

@@ -15,15 +15,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_ros.p2p import huge_pages
-from torch_ros.p2p.choose import huge_pages_for
-from torch_ros.p2p.huge_pages import (
+from torch_ros.features.huge_pages import pages as huge_pages
+from torch_ros.features.huge_pages.pages import (
     COLLAPSE,
     HUGE_BYTES,
     PAUSE_PER_STEP,
     TRIES,
     HugePageReport,
     HugePages,
+    huge_pages_for,
     runs,
 )
 from torch_ros.p2p.memory import MemoryTransport

@@ -20,7 +20,12 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
+from torch_ros import environment
+from torch_ros.p2p.near import NearTransport
+from torch_ros.p2p.pages import Pages
 from torch_ros.p2p.regions import merge
+from torch_ros.p2p.transport import Transport
+from torch_ros.p2p.ways import WaysTransport
 from torch_ros.printable import log_of
 from torch_ros.spans import HOST, Region
 
@@ -102,7 +107,7 @@ class _Job:
     over: threading.Event = field(default_factory=threading.Event)
 
 
-class HugePages:
+class HugePages(Pages):
     """Brings memory onto huge pages, in a thread that lives while there is something to do.
 
     Each address is tried once: for memory that is allocated anew for each version it does not pay.
@@ -127,7 +132,7 @@ class HugePages:
         return not self._off_because
 
     def ask(self, regions: Sequence[Region]) -> None:
-        """Have memory that nobody has touched yet made of huge pages at its first touch."""
+        """Have it made of huge pages at its first touch."""
         if self.is_on:
             for start, end in runs(regions).tolist():
                 self._call(start, end - start, mmap.MADV_HUGEPAGE)
@@ -135,14 +140,7 @@ class HugePages:
     def follow(
         self, regions: Sequence[Region], bytes_left: Mapping[str, int] = MappingProxyType({})
     ) -> None:
-        """Bring this memory onto huge pages from now on, in place of what was followed before.
-
-        The memory may be freed at any time.
-
-        Args:
-            regions: Host memory; none: there is nothing to do any more.
-            bytes_left: What must stay as it is, by the reason; for the report.
-        """
+        """Bring it onto huge pages from now on."""
         if not self.is_on:
             return
         rows = runs(regions).tolist()
@@ -216,6 +214,17 @@ class HugePages:
             return outcome
         # An older kernel, or memory that is not touched yet: then as soon as the kernel can.
         return self._call(address, HUGE_BYTES, mmap.MADV_HUGEPAGE) or _ASKED
+
+
+def huge_pages_for(transport: Transport, *, is_wanted: bool) -> HugePages:
+    """Huge pages for memory that peers copy through the kernel; elsewhere a reason for none."""
+    near = transport.nearest if isinstance(transport, WaysTransport) else transport
+    is_copied = isinstance(near, NearTransport) and near.host and near.threads.count
+    if not is_wanted:
+        return HugePages("open(huge_pages=False)")
+    if environment.value(environment.HUGE_PAGES) == "0":
+        return HugePages(f"{environment.HUGE_PAGES}=0")
+    return HugePages(obstacle() if is_copied else "no memory is read through the kernel here")
 
 
 def _reason(outcome: int) -> str:
