@@ -102,8 +102,8 @@ def test_readers_that_are_left_behind_are_counted():
     tally.add(ReadReport(1, "me", 0, 0, 0, 0.0, {}))  # it was here already
     [summed] = tallies.all().values()
     assert (summed.left_behind, summed.drain_s.sum_s, sum(summed.drain_s.counts)) == (2, 2.0, 2)
-    assert summed.reads == {"ucx": 1, "none": 1}
-    assert summed.read_bytes == {"cma": 2, "ucx": 6}
+    assert summed.ended["reads"] == {"ucx": 1, "none": 1}
+    assert summed.ended["read_bytes"] == {"cma": 2, "ucx": 6}
     assert sum(summed.read_s["read"].counts) == 1
 
 

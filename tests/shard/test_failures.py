@@ -491,7 +491,7 @@ def test_a_flipped_bit_is_found_and_names_the_tensor(opened):
         rollout.replicate()
     assert rollout.version is None
     tally = inside(rollout).observed.tally
-    assert (tally.corrupt, tally.failures) == (2, {"CorruptWeights": 1})
+    assert (tally.corrupt, tally.ended["failures"]) == (2, {"CorruptWeights": 1})
     careless, _ = reader(opened, "careless")
     assert careless.replicate() == 1
 

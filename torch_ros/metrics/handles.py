@@ -68,34 +68,18 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Tally], float]], ...] = (
     ("delta_seconds", "Time that they took to make.", lambda tally: tally.sums["delta_s"]),
     # } deltas
 )
-_LABELLED: tuple[tuple[str, str, str, Callable[[Tally], Mapping[str, int]]], ...] = (
+_LABELLED: tuple[tuple[str, str, str], ...] = (  # of `Tally.ended`, by the label's name
     (
         "reads_via",
         "Reads that ended well: in full, by deltas, or by deltas that were prefetched.",
         "via",
-        lambda tally: tally.reads_via,
     ),
-    (
-        "read_via_bytes",
-        "Bytes that came for them.",
-        "via",
-        lambda tally: tally.read_via_bytes,
-    ),
+    ("read_via_bytes", "Bytes that came for them.", "via"),
     # feature deltas {
-    (
-        "deltas",
-        "Deltas between copies, by how the making of each ended.",
-        "outcome",
-        lambda tally: tally.ended["deltas"],
-    ),
+    ("deltas", "Deltas between copies, by how the making of each ended.", "outcome"),
     # } deltas
     # feature prefetch {
-    (
-        "prefetches",
-        "Prefetches: staged, nothing, or the error's class.",
-        "outcome",
-        lambda tally: tally.ended["prefetches"],
-    ),
+    ("prefetches", "Prefetches: staged, nothing, or the error's class.", "outcome"),
     # } prefetch
 )
 
@@ -171,11 +155,11 @@ def _reads(counted: Mapping[Whose, Tally]) -> Iterator[Metric]:
     text = "Bytes that came, by the way that they took."
     size = CounterMetricFamily(PREFIX + "read_bytes", text, labels=(*WHOSE, "way"))
     for whose, tally in counted.items():
-        for way, count in tally.reads.items():
+        for way, count in tally.ended["reads"].items():
             reads.add_metric((*whose, "ok", way), count)
-        for outcome, count in tally.failures.items():
+        for outcome, count in tally.ended["failures"].items():
             reads.add_metric((*whose, outcome, ""), count)
-        for way, count in tally.read_bytes.items():
+        for way, count in tally.ended["read_bytes"].items():
             size.add_metric((*whose, way), count)
     yield reads
     yield size
@@ -189,10 +173,10 @@ def _reads(counted: Mapping[Whose, Tally]) -> Iterator[Metric]:
 
 
 def _labelled(counted: Mapping[Whose, Tally]) -> Iterator[Metric]:
-    for name, text, label, of in _LABELLED:
+    for name, text, label in _LABELLED:
         metric = CounterMetricFamily(PREFIX + name, text, labels=(*WHOSE, label))
         for whose, tally in counted.items():
-            for value, count in dict(of(tally)).items():
+            for value, count in tally.ended[name].items():
                 metric.add_metric((*whose, value), count)
         yield metric
 

@@ -56,72 +56,50 @@ class Histogram:
 class Tally:
     """The counts of one handle, or of one stream. One thread at a time counts."""
 
-    publish_s: Histogram
-    drain_s: Histogram
-    reroutes: int
-    corrupt: int
-    left_behind: int
-
     def __init__(self, whose: Whose) -> None:
         self.whose = whose
-        self.failures: Counter[str] = Counter[str]()  # reads that failed, by the error's class
-        self.reads: Counter[str] = Counter[
-            str
-        ]()  # that ended well, by the way of most of their bytes
-        self.read_bytes: Counter[str] = Counter[str]()  # by way
-        self.reads_via: Counter[str] = Counter[str]()  # that ended well, by what was read
-        self.read_via_bytes: Counter[str] = Counter[str]()
-        self.read_s: dict[str, Histogram] = {}  # by stage
-        self.publish_s, self.drain_s = Histogram(), Histogram()
-        # What features have done, by its kind: how often it ended how; and sums of figures.
+        # By its kind, how often it ended how: "reads" by the way of most of their bytes, and
+        # "reads_via" by what was read; "failures" of reads by the error's class. And their bytes.
         self.ended: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self.sums: defaultdict[str, float] = defaultdict(float)
-        self.reroutes = self.corrupt = self.left_behind = 0
+        self.sums: defaultdict[str, float] = defaultdict(float)  # of features' figures
+        self.read_s: defaultdict[str, Histogram] = defaultdict(Histogram)  # by stage
+        self.publish_s: Histogram = Histogram()
+        self.drain_s: Histogram = Histogram()
+        self.reroutes: int = 0
+        self.corrupt: int = 0
+        self.left_behind: int = 0
         self.seats_lost: int = 0  # of a handle that is closed
 
     def failed(self, error: TorchRosError) -> None:
         """A read has failed. An outcome is one of the classes in `torch_ros.errors`."""
-        self.failures[type(error).__name__] += 1
+        self.ended["failures"][type(error).__name__] += 1
 
     def add(self, report: Report) -> None:
         """A call has ended well."""
         match report:
             case ReadReport(ways=ways):
-                self.reads[max(ways, key=ways.__getitem__, default="none")] += 1
-                for way, size_bytes in ways.items():
-                    self.read_bytes[way] += size_bytes
+                self.ended["reads"][max(ways, key=ways.__getitem__, default="none")] += 1
+                self.ended["read_bytes"].update(ways)
                 via = "prefetched" if report.prefetched else report.via
-                self.reads_via[via] += 1
-                self.read_via_bytes[via] += report.bytes_read
+                self.ended["reads_via"][via] += 1
+                self.ended["read_via_bytes"][via] += report.bytes_read
                 for stage, seconds in report.stages_s.items():
-                    self._stage(stage).add(seconds)
-                self._stage(WHOLE).add(report.elapsed_s)
+                    self.read_s[stage].add(seconds)
+                self.read_s[WHOLE].add(report.elapsed_s)
             case PublishReport():
                 self.publish_s.add(report.elapsed_s)
             case DrainReport():
                 self.drain_s.add(report.elapsed_s)
                 self.left_behind += len(report.left_behind)
 
-    def _stage(self, stage: str) -> Histogram:
-        if stage not in self.read_s:
-            self.read_s[stage] = Histogram()
-        return self.read_s[stage]
-
     def merge(self, other: "Tally") -> None:
         """Add another one's counts, which may go on counting: `dict` copies in one step."""
-        for mine, its in (
-            (self.failures, other.failures),
-            (self.reads, other.reads),
-            (self.read_bytes, other.read_bytes),
-            (self.reads_via, other.reads_via),
-            (self.read_via_bytes, other.read_via_bytes),
-            *((self.ended[kind], ended) for kind, ended in dict(other.ended).items()),
-        ):
-            mine.update(dict(its))
-        for stage, times in dict(other.read_s).items():
-            self._stage(stage).merge(times)
+        for kind, ended in dict(other.ended).items():
+            self.ended[kind].update(dict(ended))
         for name, value in dict(other.sums).items():
             self.sums[name] += value
+        for stage, times in dict(other.read_s).items():
+            self.read_s[stage].merge(times)
         self.publish_s.merge(other.publish_s)
         self.drain_s.merge(other.drain_s)
         self.left_behind += other.left_behind
