@@ -98,12 +98,11 @@ def hold(kv, session):
     assert kv.commit(Txn(ops=(put,)), timeout_s=5).applied
 
 
-def test_it_is_valid_until_the_deadline_less_the_margin(open_session, clock):
+def test_it_is_valid_until_the_deadline(open_session, clock):
     session = open_session(ttl_s=60)
     assert session.deadline == 1060
-    clock.now_s = 1050
-    assert session.is_valid(margin_s=9)
-    assert not session.is_valid(margin_s=10)
+    clock.now_s = 1059
+    assert session.is_valid()
     clock.now_s = 1060
     assert not session.is_valid()
 

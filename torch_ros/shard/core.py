@@ -31,7 +31,6 @@ from torch_ros.protocol.meeting import Missed
 from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.policy import NEWEST, Policy
 from torch_ros.protocol.records import Asked, Call, Kind, ShardRecord, VersionRef, mark
-from torch_ros.shard.base import Base
 from torch_ros.shard.beginnings import Beginning, Beginnings
 from torch_ros.shard.collective import end_for_peers
 from torch_ros.shard.contract import conclude
@@ -39,7 +38,7 @@ from torch_ros.shard.host_copies import Copies
 from torch_ros.shard.manifests import Manifests
 from torch_ros.shard.observed import Observed
 from torch_ros.shard.report import Reports, Stopwatch
-from torch_ros.shard.seams import Feature, Tracing
+from torch_ros.shard.seams import Base, Feature, Tracing
 from torch_ros.shard.tensors import Tensors
 from torch_ros.shard.word import OwnWord
 from torch_ros.store.aside import Aside
@@ -423,7 +422,7 @@ class Shard:
                     self.reading.close()
                     self.reading.peers.close()
                     self.mailbox.close()
-                    self.tensors.forget()
+                    self.tensors.withdraw()
                     for feature in self.features:
                         feature.has_closed()
                     self.transport.close()

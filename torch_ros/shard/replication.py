@@ -27,11 +27,10 @@ from torch_ros.protocol.reaching import ClaimedSources, Sources, suspect
 from torch_ros.protocol.records import Asked, VersionRef
 from torch_ros.protocol.sources import Source
 from torch_ros.protocol.versions import Spec
-from torch_ros.shard.base import Base
 from torch_ros.shard.core import Shard
 from torch_ros.shard.publishers import ReadFrom
 from torch_ros.shard.report import ReadReport, Stopwatch, Via
-from torch_ros.shard.seams import Change, Supplier
+from torch_ros.shard.seams import Base, Change, Supplier
 from torch_ros.shard.verification import Verification
 from torch_ros.transfer.batches import sources_max
 from torch_ros.transfer.feed import Feed, FeedSource, Judging, Progress, Supply, connect

@@ -15,13 +15,23 @@ from torch_ros.protocol.reaching import ClaimedSources
 from torch_ros.protocol.records import Call, VersionRef
 from torch_ros.protocol.sources import Source
 from torch_ros.protocol.versions import Spec
-from torch_ros.shard.base import Base
 from torch_ros.shard.report import Stopwatch, Via
 from torch_ros.store.loops import Step
 from torch_ros.transfer.attending import Attendant, Copier
 from torch_ros.transfer.feed import Judging, Progress, Supply
 from torch_ros.transfer.meter import Meter
 from torch_ros.transfer.reading import Reading
+from torch_ros.transfer.registered import LocalState
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The content that a handle held until the call that reads the next one: its version, and the
+    tensors that have it.
+    """
+
+    ref: VersionRef
+    registered: LocalState
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,19 +91,13 @@ class Tensors:
     def hide(self) -> None:
         """Show nothing; what `register` was given may be shown again."""
         self._mailbox.withdraw()
-        self._let_go()
-
-    def withdraw(self) -> None:
-        self.hide()
-        self._named = None
-
-    def forget(self) -> None:
-        self._let_go()
-        self._named = None
-
-    def _let_go(self) -> None:
         self.registered = self.brought = self._counts = None
         self._pages.follow(())
+
+    def withdraw(self) -> None:
+        """The same, and forget what `register` was given."""
+        self.hide()
+        self._named = None
 
     def guard(self, optimizer: torch.optim.Optimizer, hook: RemovableHandle) -> None:
         """Look from now on whether what `optimizer` steps is what is registered."""

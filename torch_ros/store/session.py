@@ -71,10 +71,10 @@ class Session:
                 kv.revoke(self.lease_id, timeout_s=CLOSE_S)
             raise
 
-    def is_valid(self, margin_s: float = 0.0) -> bool:
-        """Whether the lease is certainly alive, and will be for `margin_s` more."""
+    def is_valid(self) -> bool:
+        """Whether the lease is certainly alive."""
         is_over = self._is_lost or self._closing.is_set() or os.getpid() != self._pid
-        return not is_over and self._clock() < self.deadline - margin_s
+        return not is_over and self._clock() < self.deadline
 
     def close(self) -> None:
         """Revoke the lease, so that its keys go now. Takes at most 2 s. Idempotent."""

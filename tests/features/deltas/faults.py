@@ -8,7 +8,7 @@ from faults import answers, fault, instead
 from torch_ros.codec import delta
 from torch_ros.errors import CorruptWeights
 from torch_ros.protocol import records
-from torch_ros.shard import base
+from torch_ros.shard import seams
 
 
 @fault(
@@ -31,7 +31,7 @@ fault("what the owner took back is a base", "core:Shard.base", scenario="not hel
 def _last_held(shard):
     kept, registered = shard.group.ledger.held, shard.tensors.registered
     if kept is not None:
-        shard.last = base.Base(kept.ref, registered)
+        shard.last = seams.Base(kept.ref, registered)
     return getattr(shard, "last", None)
 
 

@@ -18,12 +18,11 @@ from torch_ros.protocol import sources
 from torch_ros.protocol.reaching import RETRY_S, Sources
 from torch_ros.protocol.sources import Source
 from torch_ros.protocol.versions import Spec, newer_ranges
-from torch_ros.shard.base import Base
 from torch_ros.shard.beside import Dropped
 from torch_ros.shard.core import Shard
 from torch_ros.shard.replication import reach
 from torch_ros.shard.report import Stopwatch, Via
-from torch_ros.shard.seams import Change, Feature, Staged
+from torch_ros.shard.seams import Base, Change, Feature, Staged
 from torch_ros.store.loops import Step
 from torch_ros.store.txn import View
 from torch_ros.transfer.feed import Progress

@@ -4,8 +4,7 @@ import threading
 from dataclasses import dataclass
 
 from torch_ros.protocol.records import VersionRef
-from torch_ros.shard.base import Base
-from torch_ros.shard.seams import Staged
+from torch_ros.shard.seams import Base, Staged
 
 
 @dataclass(frozen=True, slots=True, eq=False)
