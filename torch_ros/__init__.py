@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch_ros.face.aio import AsyncHandle
     from torch_ros.face.handle import ShardHandle
     from torch_ros.face.opening import open  # noqa: A004
+    from torch_ros.features.following.chosen import UpdatePolicy  # feature following
     from torch_ros.features.huge_pages.pages import HugePageReport  # feature huge_pages
     from torch_ros.features.installs.records import Install  # feature installs
     from torch_ros.features.installs.waiting import Installed  # feature installs
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from torch_ros.features.streams.stream import Stream  # feature streams
     from torch_ros.features.transforms.casting import Cast, Float8  # feature transforms
     from torch_ros.fleet.fleet import Fleet, Held, Published, Replica
-    from torch_ros.protocol.policy import UpdatePolicy
     from torch_ros.shard.finding import Contents
     from torch_ros.shard.report import DrainReport, PublishReport, ReadReport, Report
     from torch_ros.weights.chunked import Chunked
@@ -60,7 +60,7 @@ __all__ = [
     "ShardHandle",
     "Stream",  # feature streams
     "Transform",
-    "UpdatePolicy",
+    "UpdatePolicy",  # feature following
     "errors",
     "open",
 ]
@@ -88,7 +88,7 @@ _HOMES = {  # imported at their first use
     "ShardHandle": "torch_ros.face.handle",
     "Stream": "torch_ros.features.streams.stream",  # feature streams
     "Transform": "torch_ros.copies.transforms",
-    "UpdatePolicy": "torch_ros.protocol.policy",
+    "UpdatePolicy": "torch_ros.features.following.chosen",  # feature following
     "open": "torch_ros.face.opening",
 }
 

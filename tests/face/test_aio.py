@@ -9,8 +9,8 @@ import torch
 from kit import inside
 
 from torch_ros import errors
+from torch_ros.features.following import flow
 from torch_ros.p2p.memory import MemoryTransfer
-from torch_ros.shard import following
 
 SOON_S = 10
 
@@ -164,12 +164,12 @@ def test_a_follower_that_pauses_can_be_cancelled(opened, monkeypatch):
         is_lost.set()
         raise errors.SourceLost("trainer", "it is gone", 0, 0)
 
-    monkeypatch.setattr(following, "replicate_if_there", lost)
+    monkeypatch.setattr(flow, "replicate_if_there", lost)
 
     async def main():
         waiting = asyncio.create_task(anext(rollout.aio.follow()))
         await until(is_lost.is_set)
-        monkeypatch.setattr(following, "LOSSES_MAX", 2)
+        monkeypatch.setattr(flow, "LOSSES_MAX", 2)
         assert await cancelled(waiting) < SOON_S
 
     asyncio.run(main())

@@ -17,11 +17,9 @@ from dataclasses import dataclass
 import afar  # noqa: F401  # its scenes are among those that find faults, as are these:
 import collecting  # noqa: F401
 import here  # noqa: F401
-import lookouts  # noqa: F401
 import msgspec
 import numpy as np
 import parts  # noqa: F401
-import policies  # noqa: F401
 import seeding  # noqa: F401
 from collected import collect
 from planting import changed
@@ -31,7 +29,6 @@ from torch_ros.protocol import (
     calls,
     ledger,
     membership,
-    policy,
     records,
     seat,
     sources,
@@ -42,7 +39,6 @@ from torch_ros.protocol import keys as keys_module
 from torch_ros.protocol import seat as seat_module
 from torch_ros.protocol.life import CallLife
 from torch_ros.protocol.meeting import Meeting
-from torch_ros.shard import following
 from torch_ros.store import txn
 from torch_ros.store.loops import Act, Done, Wait, WaitAtMost
 from torch_ros.store.txn import (
@@ -554,38 +550,9 @@ def _(silence_s):
     return math.inf
 
 
-@instead(
-    "who is told to stop leaves before its peers know",
-    "_Search.run",
-    scenario="told to stop, and closes",
-)
-def _(run, self, lookout=None):
-    found = run(self, lookout)
-    return policy.Next() if found.said == following.STOPPED else found
-
-
-fault("what a policy has chosen is the least that is read", "Chosen.to_read", scenario="chosen")(
-    lambda _: policy.Policy.to_read
-)
-fault("who holds nothing does not ask its policy", "Chosen.is_asked_first", scenario="chosen")(
-    lambda _: False
-)
-
-
-fault("who waits does not hear of its peers", "_with_own", scenario="waits for versions")(
-    lambda rule: lambda wait, seat: wait
-)
-answers(
-    "who comes second is not asked to stop",
-    "_Search.all_go_on",
-    value=True,
-    scenario="slow rank told to stop",
-)
-
-
 answers(
     "an update gives up before all ranks have come",
-    "_Search.all_go_on",
+    "Search.all_go_on",
     value=True,
     scenario="missing",
 )
@@ -606,32 +573,12 @@ answers(
 fault(
     "a peer's deadline is taken for that of a look", "reaching:_answer", scenario="gives up first"
 )(lambda answer: lambda rule, view: rule(view))
-answers("who leaves a loop alone tells nobody", "collective:leave", scenario="leaves a loop")
-
-
-@instead(
-    "peers that begin another loop are taken for those that go on",
-    "gone_on",
-    scenario="follows again",
-)
-def _(rule, view, seat, number, asked):
-    step = rule(view, seat, number, asked)
-    return Done(value=True) if isinstance(step, Done) else step
-
-
 answers("who left a call out is taken for late", "is_left_out", value=False, scenario="left out")
 fault(
     "calls are forgotten to which a rank has not come",
     "Call.was_made_by_all",
     scenario="far behind",
 )(lambda rule: True)
-
-
-@instead("a rank that is told to stop leaves by itself", "newer_versions", scenario="told to stop")
-def _(made, shard, request, stop):
-    versions = made(shard, request, lambda: False)
-    while not stop():
-        yield next(versions)
 
 
 @instead("a source is claimed with the decision", "calls:replicate", scenario="burst across")

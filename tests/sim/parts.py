@@ -173,62 +173,6 @@ def missing(scene: Scene) -> None:
     scene.play(2, r=update)
 
 
-def _first_version(me: Process) -> None:
-    """Leave a loop over versions after the first one."""
-    for version in me.handle.follow(timeout_s=LONG_S):
-        me.world.checks.returned(me, version)
-        break
-
-
-def leaves_a_loop(scene: Scene) -> None:
-    """I6: a rank that leaves its loop over the versions alone ends it on all, soon."""
-    whom = scene.seed % 2
-
-    def leave(me: Process) -> None:
-        _first_version(me)
-        scene.reach(f"{me} has 1")
-
-    def follow(me: Process) -> None:
-        versions = me.handle.follow(timeout_s=LONG_S)
-        scene.checks.returned(me, next(versions))
-        scene.reach(f"{me} has 1", until="2 is there")
-        began_s = scene.now_s
-        try:
-            next(versions)
-            demand(False, f"I3: {me} goes on without its peer")
-        except CallAborted:
-            took_s = scene.now_s - began_s
-            demand(took_s < SOON_S, f"I6: its peer has left, and {me} waited for {took_s:.0f} s")
-        except DeadlineExceeded as error:
-            demand(False, f"I6: its peer has left, and {me} waited: {error}")
-
-    def both(me: Process) -> None:
-        (leave if me.rank == whom else follow)(me)
-        _end(me)
-
-    scene.start("t", _train, size=1)
-    scene.play(2, r=both)
-
-
-def follows_again(scene: Scene) -> None:
-    """I3: a rank that leaves its loop as its peers do is waited for when they begin another."""
-
-    def follow(me: Process) -> None:
-        _first_version(me)
-        scene.reach(f"{me} has 1", until="2 is there")
-        if me.rank == scene.seed % 2:
-            scene.when(lambda: _waits(scene, Asked("follow", "latest")), "a peer that waits")
-            scene.sleep(SOON_S)
-        with never(TorchRosError, f"I3: {me} is in step, and is told"):
-            _first_version(me)
-        demand(me.handle.version == 2, f"I3: {me} has {me.handle.version}")
-        meet(me, "is done")
-        scene.reach("over")
-
-    scene.start("t", _train, size=1)
-    scene.play(2, r=follow)
-
-
 def refused_argument(scene: Scene) -> None:
     """I6: an argument that one rank refuses ends the call for all, soon, whoever comes first."""
     is_first = scene.seed % 4 < 2

@@ -289,6 +289,13 @@ def meet(me: Process, where: str = "") -> None:
     me.world.reach(wheres[me.rank], until=(*wheres,))
 
 
+def alike(scene: Scene, told: dict[int, list]) -> None:
+    """Say that it is over, when all ranks were told the same."""
+    answers = list(told.values())
+    demand(all(each == answers[0] for each in answers), f"I3: the ranks differ: {told}")
+    scene.reach("over")
+
+
 def burst(scene: Scene) -> None:
     """I8: newcomers that come at once form a chain, in which each source feeds one reader."""
     count = 6

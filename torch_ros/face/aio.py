@@ -68,7 +68,7 @@ class AsyncHandle:
         version: int | str = "latest",
         *,
         skip: bool | None = None,  # feature seeding
-        wait_s: float = 0.0,
+        wait_s: float = 0.0,  # feature following
         timeout_s: float | None = None,
     ) -> bool:
         """As `ShardHandle.update`."""
@@ -77,7 +77,7 @@ class AsyncHandle:
             lambda: handle.update(
                 version,
                 skip=skip,  # feature seeding
-                wait_s=wait_s,
+                wait_s=wait_s,  # feature following
                 timeout_s=timeout_s,
             )
         )
@@ -91,6 +91,7 @@ class AsyncHandle:
 
     # } prefetch
 
+    # feature following {
     async def follow(
         self,
         version: str = "latest",
@@ -108,6 +109,8 @@ class AsyncHandle:
         )
         while (found := await self._in_turn(lambda: next(versions, None))) is not None:
             yield found
+
+    # } following
 
     async def wait(
         self, predicate: Callable[[dict[int, set[str]]], bool], *, timeout_s: float | None = None

@@ -19,6 +19,7 @@ from torch_ros.errors import UsageError
 from torch_ros.face.aio import AsyncHandle
 from torch_ros.features.deltas.copies import DeltaOptions  # feature deltas
 from torch_ros.features.deltas.flow import Deltas  # feature deltas
+from torch_ros.features.following import flow as following  # feature following
 from torch_ros.features.handover.archiving import Archives  # feature handover
 from torch_ros.features.huge_pages.pages import HugePageReport, HugePages  # feature huge_pages
 from torch_ros.features.installs.installing import Installing, Installs  # feature installs
@@ -37,9 +38,9 @@ from torch_ros.shard.checkpoint import Checkpoints, SaveRequest
 from torch_ros.shard.collective import checked, collectively
 from torch_ros.shard.core import Shard, State
 from torch_ros.shard.finding import Contents, wait_for
-from torch_ros.shard.following import UpdateRequest, newer_versions, update
 from torch_ros.shard.publishing import Content, publish
 from torch_ros.shard.report import ReadReport, Report
+from torch_ros.shard.updating import UpdateRequest, update
 from torch_ros.store.loops import Done
 from torch_ros.transfer.named import Named, tensors_of
 from torch_ros.transfer.registered import LocalState
@@ -472,7 +473,7 @@ class ShardHandle:
         version: int | str = "latest",
         *,
         skip: bool | None = None,  # feature seeding
-        wait_s: float = 0.0,
+        wait_s: float = 0.0,  # feature following
         timeout_s: float | None = None,
     ) -> bool:
         """Go to `version` if it is newer than what is held; holding nothing, replicate it.
@@ -513,7 +514,9 @@ class ShardHandle:
         """
         request = UpdateRequest(version, timeout_s)
         request = replace(request, policy=partial(policy_for, skip=skip))  # feature seeding
-        return update(self._shard, request, wait_s) is not None
+        go = update
+        go = partial(following.update, wait_s=wait_s)  # feature following
+        return go(self._shard, request) is not None
 
     # feature prefetch {
     def prefetch(
@@ -559,6 +562,7 @@ class ShardHandle:
 
     # } prefetch
 
+    # feature following {
     def follow(
         self,
         version: str = "latest",
@@ -613,7 +617,9 @@ class ShardHandle:
         ask = checked(self._shard, Asked.of("follow", version), check)
         request = UpdateRequest(version, timeout_s)
         request = replace(request, policy=partial(policy_for, skip=skip))  # feature seeding
-        return newer_versions(self._shard, request, ask)
+        return following.newer_versions(self._shard, request, ask)
+
+    # } following
 
     # feature reading {
     def read(

@@ -18,6 +18,7 @@ from torch_ros.face.models import hint
 from torch_ros.face.progress import OnProgress, displays
 from torch_ros.features.fallback.flow import Fallback, asks_for, bucket_below  # feature fallback
 from torch_ros.features.fallback.rules import knows  # feature fallback
+from torch_ros.features.following.chosen import Chosen, UpdatePolicy  # feature following
 from torch_ros.features.handover.flow import Handover  # feature handover
 from torch_ros.features.huge_pages.pages import huge_pages_for  # feature huge_pages
 from torch_ros.features.installs.records import NAME as INSTALL  # feature installs
@@ -27,7 +28,7 @@ from torch_ros.features.pace.judging import Pacing  # feature pace
 from torch_ros.features.pace.rules import SlowOnes  # feature pace
 from torch_ros.features.seeding.forerunner import Forerunner  # feature seeding
 from torch_ros.features.seeding.near_first import NearFirst  # feature seeding
-from torch_ros.features.seeding.rules import check_options, forerunner_of  # feature seeding
+from torch_ros.features.seeding.rules import check_policy, forerunner_of  # feature seeding
 from torch_ros.features.tracing.spans import Spans  # feature tracing
 from torch_ros.fleet.life import Sign, seen_here
 from torch_ros.p2p.choose import Network, TransportName, choose_transport
@@ -37,7 +38,6 @@ from torch_ros.printable import log_of
 from torch_ros.protocol.applicant import Applicant
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.keys import DEFAULT_DATACENTER, OUTSIDE, Keys
-from torch_ros.protocol.policy import Chosen, UpdatePolicy
 from torch_ros.protocol.retention import Wish
 from torch_ros.shard.core import Settings, Shard
 from torch_ros.shard.host_copies import shard_of
@@ -63,10 +63,13 @@ def _function(name: str, value: object) -> None:
         raise UsageError(f"{name}={value!r}: expected a function of two numbers")
 
 
+# feature following {
 def _policy(name: str, value: object) -> None:
     if not callable(getattr(value, "choose", None)):
         raise UsageError(f"{name}={value!r}: expected an object with a method `choose`")
 
+
+# } following
 
 OPTIONS: Mapping[str, arguments.Check] = {  # of `open`
     "model": arguments.text,
@@ -94,7 +97,7 @@ OPTIONS: Mapping[str, arguments.Check] = {  # of `open`
     "borrow_bytes": arguments.whole(0, 1 << 50),  # feature lending
     "huge_pages": arguments.yes_or_no,  # feature huge_pages
     "on_progress": arguments.optional(_function),
-    "policy": arguments.optional(_policy),
+    "policy": arguments.optional(_policy),  # feature following
     "seeding": arguments.one_of(get_args(Seeding)),  # feature seeding
     "seeding_bytes": arguments.optional(arguments.whole(0, 1 << 50)),  # feature seeding
 }
@@ -128,7 +131,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     huge_pages: bool = True,  # feature huge_pages
     borrow_bytes: int = 0,  # feature lending
     on_progress: OnProgress | None = None,
-    policy: UpdatePolicy | None = None,
+    policy: UpdatePolicy | None = None,  # feature following
     seeding: Seeding = "foreground",  # feature seeding
     seeding_bytes: int | None = None,  # feature seeding
 ) -> ShardHandle:
@@ -244,7 +247,9 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     chosen = Settings(timeout_s, linger_s, depth, check_contract, relay, displays(on_progress))
     deadline = Deadline(f"open({model!r})", timeout_s)
     place = identify(model, replica, rank, world_size, timeout_s=timeout_s)
-    check_options(place.replica, seeding, policy)  # feature seeding
+    # feature following {
+    check_policy(policy, seeding)  # feature seeding
+    # } following
     _require_free(run)
     endpoint = endpoint or environment.value(environment.ENDPOINT) or DEFAULT_ENDPOINT
     network = Network(fabric or datacenter, tuple(wan_devices))
@@ -273,7 +278,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     forerunner = Forerunner(shard, ahead, seeding_bytes) if seeding == "host" else None
     shard.policy = NearFirst(shard, forerunner)
     # } seeding
-    shard.policy = shard.policy if policy is None else Chosen(policy)
+    shard.policy = shard.policy if policy is None else Chosen(policy)  # feature following
     handle = ShardHandle(shard)
     lend(handle.copies, shard.transport.agent, borrow_bytes)  # feature lending
     return handle

@@ -8,8 +8,7 @@ from itertools import takewhile
 
 from torch_ros.errors import CallMismatch, DeadlineExceeded
 from torch_ros.protocol.records import Asked, Call, Failure
-from torch_ros.protocol.seat import Seat, calls_of, own_group
-from torch_ros.store.loops import Done, Step, Wait
+from torch_ros.protocol.seat import Seat, calls_of
 from torch_ros.store.txn import View
 
 STEPS = ("publish", "save")  # whose versions tell which of two ranks is behind
@@ -53,19 +52,6 @@ def is_left_out(view: View, seat: Seat, own: Call, told: Asked | None) -> bool:
     begun = [call for call in later if not call.continues]
     is_open = bool(later) and later[-1].outcome is None
     return is_open and bool(begun) and begun[-1].caller == own.caller
-
-
-def gone_on(view: View, seat: Seat, number: int, asked: Asked) -> Step[bool]:
-    """Whether the peers go on with the caller's call `asked`, of which `number` was the last part.
-
-    Waits until the group has made another call.
-    """
-    own_group(view, seat)
-    later = [call for call in calls_of(view, seat) if call.number > number]
-    if not later:
-        return Wait("", seat.own)
-    found = min(later, key=lambda call: call.number)
-    return Done(found.continues and found.caller == asked)
 
 
 def behind(view: View, seat: Seat, number: int) -> int:

@@ -6,18 +6,17 @@ docs/protocol/steps.md#calls-of-a-caller has the rules.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from torch_ros.deadline import Deadline
-from torch_ros.errors import CallAborted, ClosedError, Fenced, SeatLost, TorchRosError, UsageError
+from torch_ros.errors import CallAborted, ClosedError, SeatLost, TorchRosError, UsageError
 from torch_ros.printable import log_of
 from torch_ros.protocol.call import CLEAN_UP_S
 from torch_ros.protocol.group import GroupTask
-from torch_ros.protocol.meeting import Missed, gone_on
+from torch_ros.protocol.meeting import Missed
 from torch_ros.protocol.records import Asked
 from torch_ros.shard.beginnings import Beginning
 from torch_ros.weights.local import require_memory
@@ -124,47 +123,3 @@ def end_for_all(
 def end_for_peers(shard: Shard, asked: Asked, error: BaseException) -> None:
     """End `asked` for the peers, of which this rank makes no part."""
     end_for_all(shard, asked, error, shard.group.ledger.calls_made + 1)
-
-
-def leave(shard: Shard, asked: Asked, reason: str) -> None:
-    """This rank leaves `asked` between two of its parts. Peers that go on are told that it has.
-
-    Returns at once: a thread waits until the group makes another call, which costs nothing where
-    all ranks leave alike. So the garbage collector may call this.
-    """
-    seat, number = shard.group.seat, shard.group.ledger.calls_made
-    error = CallAborted(seat.replica, number + 1, seat.rank, reason)
-    with suppress(ClosedError, RuntimeError):  # it is a fork; the interpreter ends
-        shard.require_usable()
-        if not shard.is_alone:
-            end = partial(_end_if_peers_go_on, shard, asked, error, number)
-            shard.group.start(f"torch_ros leaves {seat.inst}", end)
-
-
-def _end_if_peers_go_on(shard: Shard, asked: Asked, error: CallAborted, number: int) -> None:
-    group, forever = shard.group, Deadline(f"leaving {asked}", math.inf)
-    have_gone_on = False
-
-    def end() -> None:
-        if group.ledger.calls_made == number:  # this rank makes no other call meanwhile
-            log.warning("%s", error)
-            end_for_all(shard, asked, error, number + 1, continues=True)
-
-    try:
-        group.pause()  # mostly another call comes, or the end
-        while not have_gone_on and group.ledger.calls_made == number:
-            try:
-                group.await_seat(forever)
-                rule = partial(gone_on, seat=group.seat, number=number, asked=asked)
-                have_gone_on = group.ask(group.seat.own, rule, forever)
-                if not have_gone_on:
-                    return
-            except SeatLost as lost:
-                if isinstance(lost, Fenced):
-                    return
-                group.pause()
-        shard.busy(end, is_member=False)
-    except (ClosedError, SeatLost) as failed:  # which tells them
-        log.debug("%s: %s", forever.what, failed)
-    except TorchRosError as failed:
-        log.warning("%s: peers may wait for this rank until their deadline: %s", asked, failed)

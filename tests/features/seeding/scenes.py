@@ -7,15 +7,15 @@ from functools import partial
 
 from afar import SLOW_S, _reading
 from checks import demand
-from lookouts import WAIT_S, _alike
 from replicas import TTL_S, Process
-from scenes import SCENES, Scene, meet, publish, puts, replicate, scenes_of, unpublish
+from scenes import SCENES, Scene, alike, meet, publish, puts, replicate, scenes_of, unpublish
 from seeding import crossings
 
 from torch_ros.errors import UsageError
 from torch_ros.features.seeding.forerunner import STUCK_S
 
 POLL_S = 0.5
+WAIT_S = 60.0
 SOON_S = 5.0  # for what is looked at every 2 s to be read; the world is a slow one
 AT_ONCE_S = 2.0  # what an update takes that finds nothing, or orders; the world is a slow one
 
@@ -331,7 +331,7 @@ def waits_for_a_copy(scene: Scene) -> None:
         demand(me.handle.last_read.source == "r+host", f"{me} has read what is far")
         told[me.rank] = mine
         if len(told) == size:
-            _alike(scene, told)
+            alike(scene, told)
         scene.until("over")
 
     def train(me: Process) -> None:

@@ -39,7 +39,12 @@ class Skipping:
 
 
 def forerunner_of(replica: str) -> str:
-    """The name of the replica that fetches versions for this one; nobody else may have it."""
+    """The name of the replica that fetches versions for this one; nobody else may have it.
+
+    Raises: UsageError: A forerunner may have this one.
+    """
+    if replica.endswith(AHEAD):
+        raise UsageError(f"replica {replica!r}: names that end in {AHEAD!r} are taken")
     return f"{replica}{AHEAD}"
 
 
@@ -47,12 +52,10 @@ def is_forerunner(inst: str) -> bool:
     return k.replica_of(inst).endswith(AHEAD)
 
 
-def check_options(replica: str, seeding: str, policy: object) -> None:
-    """Raises: UsageError: They do not go together, or a forerunner may have this name."""
+def check_policy(policy: object, seeding: str) -> None:
+    """Raises: UsageError: They do not go together."""
     if policy is not None and seeding != "foreground":
         raise UsageError(f"policy: seeding={seeding!r} chooses versions, too; give one of them")
-    if replica.endswith(AHEAD):
-        raise UsageError(f"replica {replica!r}: names that end in {AHEAD!r} are taken")
 
 
 def next_version(view: View, seat: Seat, spec: Spec, held: VersionRef, skipping: Skipping) -> Next:

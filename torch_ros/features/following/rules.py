@@ -1,6 +1,6 @@
-"""Looking out for a version to go to, where there may be none yet. Pure.
+"""Looking out for a version to go to, where there may be none yet, and loops that are left. Pure.
 
-docs/protocol/following.md#updates-that-wait has the rules.
+docs/protocol/following.md has the rules.
 """
 
 from collections.abc import Callable
@@ -8,10 +8,10 @@ from collections.abc import Callable
 from torch_ros.protocol import calls, legible
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.policy import Next, Policy
-from torch_ros.protocol.records import VersionRef
-from torch_ros.protocol.seat import Seat
+from torch_ros.protocol.records import Asked, VersionRef
+from torch_ros.protocol.seat import Seat, calls_of, own_group
 from torch_ros.protocol.versions import Spec
-from torch_ros.store.loops import Wait
+from torch_ros.store.loops import Done, Step, Wait
 from torch_ros.store.txn import Unseen, View
 
 
@@ -55,3 +55,16 @@ def _is_elsewhere(view: View, seat: Seat, ref: VersionRef) -> bool:
     if not view.shows(holders):
         raise Unseen
     return False
+
+
+def gone_on(view: View, seat: Seat, number: int, asked: Asked) -> Step[bool]:
+    """Whether the peers go on with the caller's call `asked`, of which `number` was the last part.
+
+    Waits until the group has made another call.
+    """
+    own_group(view, seat)
+    later = [call for call in calls_of(view, seat) if call.number > number]
+    if not later:
+        return Wait("", seat.own)
+    found = min(later, key=lambda call: call.number)
+    return Done(found.continues and found.caller == asked)

@@ -12,7 +12,7 @@ from kit import until
 
 import torch_ros
 from torch_ros.errors import CallAborted, UsageError, VersionNotFound
-from torch_ros.shard import following
+from torch_ros.shard import updating
 
 WAIT_S = 20.0
 
@@ -144,14 +144,14 @@ def test_a_version_that_goes_before_it_is_read_is_not_replaced(opened, trained, 
     """Another version is not read: the update says so, and the next one asks again."""
     trainers, _ = trained
     rollout = opened("r", policy=even())
-    read = following.replicate
+    read = updating.replicate
 
     def late(*args):
         monkeypatch.undo()
         trainers[2].unpublish()
         return read(*args)
 
-    monkeypatch.setattr(following, "replicate", late)
+    monkeypatch.setattr(updating, "replicate", late)
     with pytest.raises(VersionNotFound):
         rollout.update()
     assert rollout.version is None
@@ -219,7 +219,7 @@ def test_a_policy_decides_whether_to_skip(opened, trained):
 
 
 def test_the_example_does_what_it_says(capsys):
-    path = Path(__file__).parents[2] / "examples/even_versions.py"
+    path = Path(__file__).parents[3] / "examples/even_versions.py"
     runpy.run_path(str(path), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(", ")[0] for line in lines] == [

@@ -14,16 +14,14 @@ from kit import until
 import torch_ros
 from torch_ros.errors import (
     CallAborted,
-    CallMismatch,
     ClosedError,
-    CorruptWeights,
     SeatLost,
     SourceLost,
     UsageError,
     VersionNotFound,
 )
-from torch_ros.shard import following
-from torch_ros.shard.replication import Replication, replicate_if_there
+from torch_ros.features.following import flow
+from torch_ros.shard.replication import replicate_if_there
 from torch_ros.store import run
 from torch_ros.store.txn import whole
 
@@ -39,7 +37,7 @@ def publisher(opened, version=1, name="trainer", **options):
     return handle
 
 
-def go_on(trainer, version, weights=None):
+def go_on(trainer, version):
     trainer.unpublish()
     trainer._shard.tensors.registered.memory[0].fill_(version)
     trainer.publish(version)
@@ -82,61 +80,6 @@ def until_waiting(monkeypatch):
     return until_waiting
 
 
-@pytest.mark.parametrize("version", ["latest", "latest-1", 1])
-def test_nothing_is_found_on_all_ranks_where_nothing_is(opened, pool, replica, version):
-    found = on_all(pool, replica, lambda h: h.replicate(version, missing_ok=True))
-    assert found == [None, None]
-    publisher(opened)
-    publisher(opened, 2, "t2")
-    found = on_all(pool, replica, lambda h: h.replicate(version, missing_ok=True))
-    assert len(set(found)) == 1
-    assert found[0] in {1, 2}
-    assert [handle.version for handle in replica] == found
-
-
-def test_ranks_that_come_when_it_is_there_learn_that_it_was_missing(opened, pool, replica):
-    first, second = replica
-    assert first.replicate(missing_ok=True) is None
-    publisher(opened)
-    assert second.replicate(missing_ok=True) is None
-    assert on_all(pool, replica, lambda h: h.replicate(missing_ok=True)) == [1, 1]
-
-
-def test_a_version_that_is_gone_is_missing_too(opened):
-    trainer = publisher(opened)
-    go_on(trainer, 2)
-    rollout = opened("rollout")
-    target = torch.zeros(8)
-    rollout.register({"w": target})
-    with pytest.raises(VersionNotFound):
-        rollout.replicate(1)
-    assert rollout.replicate(1, missing_ok=True) is None
-    assert target.tolist() == [0.0] * 8
-
-
-def test_ranks_that_differ_about_what_is_missing_are_told(pool, replica):
-    first, second = replica
-    assert first.replicate(missing_ok=True) is None
-    with pytest.raises(CallMismatch):
-        second.replicate()
-
-
-def test_what_went_while_it_was_read_is_not_missing(opened, monkeypatch):
-    trainer, rollout = publisher(opened), opened("rollout")
-    rollout.register({"w": torch.zeros(8)})
-    commit = Replication._commit
-
-    def commit_badly(self, call):
-        monkeypatch.setattr(Replication, "_commit", commit)
-        trainer.close()
-        raise CorruptWeights("m", 1, "w", "trainer")
-
-    monkeypatch.setattr(Replication, "_commit", commit_badly)
-    with pytest.raises(VersionNotFound, match="while it was read"):
-        rollout.replicate(missing_ok=True)
-    assert rollout.replicate(missing_ok=True) is None  # nothing is read of it this time
-
-
 @pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
 def test_an_update_that_has_given_up_what_it_held_does_not_say_no(opened, monkeypatch):
     trainer, rollout = publisher(opened), opened("rollout")
@@ -149,24 +92,10 @@ def test_an_update_that_has_given_up_what_it_held_does_not_say_no(opened, monkey
         trainer.unpublish()
         return replicate_if_there(*_)
 
-    monkeypatch.setattr(following, "replicate_if_there", gone)
+    monkeypatch.setattr(flow, "replicate_if_there", gone)
     with pytest.raises(VersionNotFound, match="given up"):
         rollout.update(wait_s=0.5)
     assert rollout.version is None
-
-
-def test_missing_is_not_lost(opened, monkeypatch):
-    """A source that fails is an error still: there was one."""
-    publisher(opened)
-    rollout = opened("rollout")
-    rollout.register({"w": torch.zeros(8)})
-
-    def lost(*_):
-        raise SourceLost("trainer", "it is gone", 0, 0)
-
-    monkeypatch.setattr("torch_ros.shard.replication.connect", lost)
-    with pytest.raises(SourceLost):
-        rollout.replicate(missing_ok=True)
 
 
 def test_an_update_waits_until_there_is_something_newer(opened, pool, replica, until_waiting):
@@ -204,7 +133,7 @@ def test_a_version_that_goes_before_it_is_read_is_waited_out(
             gone.set()
         return replicate_if_there(*call)
 
-    monkeypatch.setattr("torch_ros.shard.following.replicate_if_there", goes)
+    monkeypatch.setattr("torch_ros.features.following.flow.replicate_if_there", goes)
     each = [pool.submit(handle.update, wait_s=WAIT_S) for handle in replica]
     until_waiting(*replica)
     go_on(trainer, 2)
@@ -340,8 +269,8 @@ def test_a_follower_goes_on_after_its_seat_was_lost(opened, pool, until_waiting)
 
 
 def test_what_cannot_be_read_is_tried_again_some_times(opened, monkeypatch):
-    trainer, failing = publisher(opened), following.LOSSES_MAX - 1
-    monkeypatch.setattr(following, "PAUSE_TTLS", 0.0)
+    trainer, failing = publisher(opened), flow.LOSSES_MAX - 1
+    monkeypatch.setattr(flow, "PAUSE_TTLS", 0.0)
     rollout = opened("rollout")
     rollout.register({"w": torch.zeros(8)})
 
@@ -352,10 +281,10 @@ def test_what_cannot_be_read_is_tried_again_some_times(opened, monkeypatch):
             raise SourceLost("trainer", "it is gone", 0, 0)
         return replicate_if_there(*args)
 
-    monkeypatch.setattr("torch_ros.shard.following.replicate_if_there", lost)
+    monkeypatch.setattr("torch_ros.features.following.flow.replicate_if_there", lost)
     assert next(rollout.follow()) == 1
     go_on(trainer, 2)
-    failing = following.LOSSES_MAX
+    failing = flow.LOSSES_MAX
     with pytest.raises(SourceLost):
         next(rollout.follow())
 
@@ -371,45 +300,6 @@ def test_what_cannot_be_read_is_tried_again_some_times(opened, monkeypatch):
 def test_bad_arguments_of_follow_are_named_at_once(opened, options, named):
     with pytest.raises(UsageError, match=named):
         opened("rollout").follow(**options)
-
-
-def test_what_an_update_has_read_along_serves_no_later_call(opened, monkeypatch):
-    trainer, rollout = publisher(opened), opened("rollout")
-    rollout.register({"w": torch.zeros(8)})
-    other = opened("other")
-    other.register({"w": torch.zeros(8)})
-    rollout.update()
-    go_on(trainer, 2)
-    other.update()
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(following, "replicate", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            rollout.update()
-    assert rollout.version is None
-    go_on(trainer, 3)  # the other one offers 2 still
-    assert rollout.replicate() == 3
-
-
-def test_an_update_that_goes_does_not_read_for_its_replicate(opened, monkeypatch):
-    trainer, rollout = publisher(opened), opened("rollout")
-    rollout.register({"w": torch.zeros(8)})
-    rollout.update()
-    go_on(trainer, 2)
-    kv, reads = rollout._shard.group.kv, []
-    read = kv.read
-
-    def counted(request, *, timeout_s):
-        if threading.current_thread() is threading.main_thread():
-            reads.append(request)
-        return read(request, timeout_s=timeout_s)
-
-    monkeypatch.setattr(kv, "read", counted)
-    assert rollout.update()
-    assert len(reads) == 3  # the third one is for the end; the replicate begins with what was read
 
 
 def test_a_follower_gives_up_what_it_held_from_what_the_agree_has_read(
@@ -494,7 +384,7 @@ def test_a_follower_that_is_told_to_stop_does_not_wait_for_etcd(etcd_server, poo
         etcd_server.kill()
         until(lambda: rollout.state == "away")
         stop.set()
-        assert follower.result(following.STOP_S + WAIT_S) == []
+        assert follower.result(flow.STOP_S + WAIT_S) == []
 
 
 def leaves_by_break(handle):
@@ -546,7 +436,7 @@ def test_who_leaves_alone_ends_its_peers_who_keep_what_they_hold(opened, pool, r
 def test_ctrl_c_between_two_tries_ends_the_peers(opened, pool, replica, monkeypatch):
     """After a loss all ranks pause, and the peers try again."""
     publisher(opened)
-    pause = following._pause
+    pause = flow._pause
 
     def interrupted(shard, lookout):
         if shard.group.seat.rank == 1:
@@ -556,9 +446,9 @@ def test_ctrl_c_between_two_tries_ends_the_peers(opened, pool, replica, monkeypa
     def lost(*_):
         raise SourceLost("trainer", "it is gone", 0, 0)
 
-    monkeypatch.setattr(following, "PAUSE_TTLS", 0.05)
-    monkeypatch.setattr(following, "_pause", interrupted)
-    monkeypatch.setattr("torch_ros.shard.following.replicate_if_there", lost)
+    monkeypatch.setattr(flow, "PAUSE_TTLS", 0.05)
+    monkeypatch.setattr(flow, "_pause", interrupted)
+    monkeypatch.setattr("torch_ros.features.following.flow.replicate_if_there", lost)
     peer = pool.submit(next, replica[0].follow(timeout_s=WAIT_S))
     with pytest.raises(KeyboardInterrupt):
         next(replica[1].follow(timeout_s=WAIT_S))

@@ -1,0 +1,168 @@
+"""Going to a newer version that is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from torch_ros.deadline import Deadline
+from torch_ros.errors import VersionNotFound
+from torch_ros.protocol.call import GroupCall, Passing, Sight
+from torch_ros.protocol.calls import hearing
+from torch_ros.protocol.group import GroupTask
+from torch_ros.protocol.policy import NEWEST, Next, Policy, decided_next, next_of
+from torch_ros.protocol.records import Asked, Call, Outcome, VersionRef
+from torch_ros.protocol.seat import Seat, own_group, recorded
+from torch_ros.protocol.unpublish import unpublish_ranges
+from torch_ros.protocol.versions import Spec, newer_ranges
+from torch_ros.protocol.withdrawal import is_withdrawn
+from torch_ros.shard.collective import collectively
+from torch_ros.shard.contract import tell_withdrawn
+from torch_ros.shard.core import Shard
+from torch_ros.shard.replication import Target, replicate
+from torch_ros.store.loops import Act, Done, Step
+from torch_ros.store.txn import View
+
+T = TypeVar("T")
+End = Callable[[Next], Act[T] | Done[T]]  # makes a step of what was found
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRequest:
+    """The update that a caller asks for."""
+
+    version: int | str
+    timeout_s: float | None = None
+    policy: Callable[[Policy], Policy] = lambda own: own  # of the shard's, the one to go by
+
+
+def update(shard: Shard, request: UpdateRequest) -> VersionRef | None:
+    """Go to `request` if it is newer than what is held; None: it is not."""
+    what = Asked.of("update", request.version)
+    return collectively(shard, what, lambda: at_once(shard, request, what))
+
+
+def at_once(shard: Shard, request: UpdateRequest, what: Asked) -> Callable[[], VersionRef | None]:
+    return partial(_update, shard, request, shard.deadline(what, request.timeout_s))
+
+
+def _update(shard: Shard, request: UpdateRequest, deadline: Deadline) -> VersionRef | None:
+    search = Search(shard, request, deadline)
+    search.begin()
+    is_asked = search.held is not None or search.policy.is_asked_first
+    found = search.run() if is_asked else Next()
+    if is_asked and found.goes_to is None:
+        shard.read_ends(search.held, deadline)
+        return None
+    if search.held:
+        search.all_go_on(deadline)  # before that is given up
+    with search.given_up(deadline) as target:
+        *firsts, last = search.to_read(found)
+        for spec in firsts:
+            with suppress(VersionNotFound):
+                return replicate(shard, spec, target, deadline)
+        return replicate(shard, last, target, deadline)
+
+
+class Search:
+    """One rank's part in going to a version: to find one that is there, and to agree on it."""
+
+    def __init__(self, shard: Shard, request: UpdateRequest, deadline: Deadline) -> None:
+        self.shard, self.deadline = shard, deadline
+        self.spec, self.held = Spec.parse(request.version), shard.held
+        self._sight: Sight | None = None
+        is_chosen = self.spec.absolute is not None
+        self.policy = NEWEST if is_chosen else request.policy(shard.policy)
+
+    def begin(self) -> None:
+        self.shard.read_begins(self.deadline)
+        self.shard.begin("update", self.shard.asked, self.deadline)
+        self.held = self.shard.held
+
+    def run(self) -> Next:
+        """The step to take, the same on all ranks."""
+        found = self._find()
+        self.shard.observed.heard_of(found.ref)
+        self.policy.took(found, self.held, self.deadline)
+        return found
+
+    def to_read(self, found: Next) -> Sequence[Spec]:
+        return self.policy.to_read(self.spec, found.ref)
+
+    # What another search does in its own way
+
+    def looks(self) -> None:
+        """A look begins; another one, if the seat was lost meanwhile."""
+
+    def step(self, view: View, seat: Seat, end: End[T]) -> Step[T]:
+        """What to do upon this view: `end` with what is found, or to wait first. Pure."""
+        return end(self.policy.next_version(view, seat, self.spec, self.held))
+
+    def objection(self) -> str:
+        """The reason for which this rank does not go on, which ends the update on all."""
+        return ""
+
+    # Calls of the group
+
+    def all_go_on(self, deadline: Deadline) -> bool:
+        """Whether no rank objects. Returns when all have come, who hold what they held."""
+        held = self.held
+
+        def ask(call: GroupCall) -> bool:
+            call.decide((), recorded)
+
+            def sum_up(said: Mapping[int, str]) -> None:
+                end = Outcome(said=max(said.values()))
+                call.complete(end, ahead=unpublish_ranges(call.seat, held) if held else ())
+
+            call.finish(self.objection(), sum_up)
+            self._sight = (call.seat, call.seen) if call.seen else None
+            return not call.said
+
+        made = GroupTask("agree", self.shard.asked.check, deadline, ask)
+        return self.shard.is_alone or self.shard.make(made)
+
+    @contextmanager
+    def given_up(self, deadline: Deadline) -> Iterator[Target]:
+        """Give up what is held; within, a call may be decided from what that has read along."""
+        shard, passing = self.shard, Passing(self._sight, replicates=True)
+        target = Target(shard, shard.base())
+        shard.unpublish(deadline, may_forget=False, passing=passing)
+        try:
+            yield target
+        finally:  # no later call: `latest` may mean another version by then
+            shard.group.ledger.take_sight(shard.group.seat)
+
+    def _find(self) -> Next:
+        shard, group, deadline = self.shard, self.shard.group, self.deadline
+        ranges = newer_ranges(group.seat.keys, self.held)
+        if not shard.is_alone:
+
+            def search(call: GroupCall) -> Next:
+                self.looks()
+                call.decide(ranges, self._effects, is_cheap=True)
+                return next_of(call.decided)
+
+            return shard.make(GroupTask("update", shard.asked, deadline, search))
+
+        def rule(view: View) -> Step[Next]:
+            own_group(view, group.seat)
+            return hearing(self._step(view, group.seat, Done), group.seat)
+
+        def look() -> Next:  # nobody could decide otherwise: one read, nothing written
+            self.looks()
+            return group.ask((*group.seat.own, *ranges), rule, deadline)
+
+        return group.from_seat(look, deadline)
+
+    def _effects(self, view: View, seat: Seat, call: Call) -> Step[Call]:
+        return self._step(view, seat, partial(decided_next, view, seat, call))
+
+    def _step(self, view: View, seat: Seat, end: End[T]) -> Step[T]:
+        held = self.held
+        if held is not None and is_withdrawn(view, seat.keys, held):
+            tell_withdrawn(self.shard, held)
+        return self.step(view, seat, end)
