@@ -1,4 +1,5 @@
 """`torch-ros export`, as a process that Prometheus scrapes."""
+# needs features streams
 
 import os
 import re

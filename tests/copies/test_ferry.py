@@ -2,6 +2,7 @@
 
 `tests/gpu` has them on a GPU.
 """
+# needs features transforms
 
 import pytest
 import torch

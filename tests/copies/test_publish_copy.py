@@ -1,4 +1,5 @@
 """Publishing a copy: cast, quantised, gathered. One process, memory and etcd."""
+# needs features transforms
 
 import gc
 import itertools

@@ -333,6 +333,7 @@ def test_the_only_copy_is_not_given_up_for_another_place(handles):
     assert rollout.version == 5
 
 
+# feature transforms {
 def test_a_copy_is_cast_and_the_trainer_goes_on_at_once(handles):
     trainer, rollout = handles
     saved = {"model": {"w": torch.randn(10, 3), "norm": torch.randn(3)}, "step": 5}
@@ -352,6 +353,10 @@ def test_a_copy_is_cast_and_the_trainer_goes_on_at_once(handles):
     assert got["step"] == 5
 
 
+# } transforms
+
+
+# feature transforms {
 @pytest.mark.parametrize("own", [False, True])
 def test_a_quantised_copy_has_its_scales_beside_its_tensors_in_the_state_dict(handles, own):
     trainer, rollout = handles
@@ -382,11 +387,16 @@ def test_a_quantised_copy_has_its_scales_beside_its_tensors_in_the_state_dict(ha
     assert torch.equal(found["model"]["w_scale"], got["model"]["w_scale"])
 
 
+# } transforms
+
+
 @pytest.mark.parametrize(
     ("options", "found"),
     [
         ({"mode": "fast"}, "mode='fast'"),
+        # feature transforms {
         ({"transform": torch_ros.Cast(torch.bfloat16)}, "mode='copy'"),
+        # } transforms
         ({"to": "cpu"}, "mode='copy'"),
         ({"copy_bytes": 0}, "mode='copy'"),
     ],

@@ -1,4 +1,5 @@
 """Modes that a program sets for torch as a whole, or around a call, change nothing of ours."""
+# needs features deltas, streams, transforms
 
 import contextlib
 import tempfile

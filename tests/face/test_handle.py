@@ -360,7 +360,9 @@ def test_bad_arguments_of_calls_are_named(opened):
         (lambda: handle.guard(None), "Optimizer"),
         (lambda: handle.publish_copy(1, {}, transform="bf16"), "transform='bf16'"),
         (lambda: handle.publish_copy(1, {}, transform=torch.bfloat16), "transform=torch.bf"),
+        # feature transforms {
         (lambda: handle.publish_copy(1, {}, transform=[torch_ros.Cast]), "transform=.*Cast"),
+        # } transforms
         (lambda: handle.publish_copy(1, {}, to="cuda"), "to='cuda'"),
         (lambda: handle.publish_copy(1, {}, copy_bytes=-1), "copy_bytes=-1"),
     ):

@@ -1,6 +1,7 @@
 """Whatever anybody writes to etcd, a rule ends with an answer or an error of ours; and garbage of
 others changes no answer. `TORCH_ROS_FUZZ=n` tries n times as much.
 """
+# needs features pace
 
 import dataclasses
 import os

@@ -1,9 +1,12 @@
 """The package without one of its features: what is left imports, publishes, replicates and updates.
 
-python tests/house/without.py [FEATURE...]    each of them, in a process of its own; all features
+python tests/house/without.py [FEATURE...]            each of them, in a process of its own; all
+python tests/house/without.py --tests [FEATURE...]    runs the fast tests of the rest; minutes each
 
-A feature is a folder of torch_ros/features, and the lines elsewhere that bear its mark: one that
-ends in `# feature NAME`, and those from `# feature NAME {` to `# } NAME`.
+A feature is a folder of torch_ros/features, one of tests/features, and the lines elsewhere that
+bear its mark: one that ends in `# feature NAME`, and those from `# feature NAME {` to
+`# } NAME`. A file of the tests that makes no sense without it says so in a line
+`# needs features NAME, NAME`.
 """
 
 import importlib
@@ -11,6 +14,7 @@ import os
 import pkgutil
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -19,6 +23,9 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "torch_ros"
 FEATURES = sorted(path.parent.name for path in PACKAGE.glob("features/*/__init__.py"))
+NEEDS = re.compile(r"^# needs features (.*)$", re.MULTILINE)
+# Trees of the whole, documents, engines, and tests that take the cores for themselves.
+TRIED_WITH_ALL = ("house", "engines", "processes", "history", "wan", "gpu")
 EXTRAS = {"verl", "vllm"}  # which no environment of the tests has
 
 
@@ -36,6 +43,31 @@ def remove(feature: str, package: Path) -> None:
         before = path.read_text()
         if (after := stripped(before, feature)) != before:
             path.write_text(after)
+
+
+def remove_tests(feature: str, tests: Path) -> None:
+    """Remove a feature from a copy of the tests."""
+    shutil.rmtree(tests / "features" / feature, ignore_errors=True)
+    for path in tests.rglob("*.py"):
+        text = path.read_text()
+        needs = NEEDS.search(text)
+        if needs and feature in needs[1].split(", "):
+            path.unlink()
+        elif (after := stripped(text, feature)) != text:
+            path.write_text(after)
+
+
+def run_tests(feature: str) -> int:
+    """The exit status of the fast tests, in a copy of the repository without the feature."""
+    with tempfile.TemporaryDirectory() as folder:
+        ignored = shutil.ignore_patterns(".git", ".venv*", "site", "__pycache__", "build")
+        copy = shutil.copytree(PACKAGE.parent, Path(folder) / "torch_ros", ignore=ignored)
+        remove(feature, copy / "torch_ros")
+        remove_tests(feature, copy / "tests")
+        ignores = [f"--ignore=tests/{name}" for name in TRIED_WITH_ALL]
+        command = [sys.executable, "-m", "pytest", "-q", *ignores]
+        surroundings = {**os.environ, "PYTHONPATH": str(copy)}
+        return subprocess.run([*command, "-m", "not long"], cwd=copy, env=surroundings).returncode
 
 
 def modules(name: str) -> Iterator[str]:
@@ -91,6 +123,10 @@ def try_without(feature: str) -> int:
 
 
 def main(features: list[str]) -> int:
+    if features[:1] == ["--tests"]:
+        failed = [feature for feature in features[1:] or FEATURES if run_tests(feature)]
+        print(f"fail without: {failed or 'none'}")
+        return len(failed)
     importlib.import_module("torch.distributed.checkpoint")  # once for all children
     for name in [name for name in sys.modules if name.partition(".")[0] == "torch_ros"]:
         del sys.modules[name]  # torch loads what is installed as a rendezvous of its own

@@ -1,4 +1,5 @@
 """Figures of fleets, as a scrape finds them."""
+# needs features installs
 
 import dataclasses
 

@@ -1,4 +1,5 @@
 """Figures of a process's own handles."""
+# needs features streams
 
 import os
 import subprocess

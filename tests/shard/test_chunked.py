@@ -1,4 +1,5 @@
 """Tensors that lie in boxes (`Chunked`), in all that handles do with tensors."""
+# needs features transforms
 
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,4 +1,5 @@
 """A short form of `tests/sim/blame.py`, which plays thousands of seeds."""
+# needs features deltas, fallback, installs, lending, pace, seeding, streams
 
 from unittest.mock import patch
 

@@ -1,4 +1,5 @@
 """Borrowing a version where its publisher has it: one process, a store in memory."""
+# needs features transforms
 
 import fcntl
 import gc

@@ -1,4 +1,5 @@
 """Deltas that are staged before an update: real publishers and readers."""
+# needs features deltas
 
 import asyncio
 import signal
