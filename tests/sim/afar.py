@@ -82,31 +82,6 @@ def taken_back(scene: Scene) -> None:
     demand(scene.seen["unpublished with a copy"], "I14: no copy was made")
 
 
-def near_and_far(scene: Scene) -> None:
-    """I14: beside one who reads from afar, those who are near are waited for."""
-
-    def read(me: Process, slow_s: float) -> None:
-        scene.until("t")
-        _read(me, slow_s)
-        if me.start.replica == "r":
-            demand(me.handle.last_read.reroutes == 0, "I14: a near reader was not waited for")
-        scene.until("r has it", "r1 has it")
-
-    def train(me: Process) -> None:
-        publish(me, 1)
-        scene.reach("t")
-        _reading(scene, "r", "r1")
-        took_s = unpublish(me)
-        demand("r1 has it" not in scene.reached, f"I14: unpublish took {took_s:.0f} s")
-        scene.until("r1 has it")
-        _released(me, 5.0)
-
-    scene.start("t", train, size=_size(scene), datacenter="west")
-    scene.start("r", partial(read, slow_s=0.5), size=1, datacenter="west")
-    scene.start("r1", partial(read, slow_s=SLOW_S), size=1, datacenter="east")
-    scene.play()
-
-
 def comes_last(scene: Scene) -> None:
     """I14: a near reader that comes while the last look is under way is waited for."""
 

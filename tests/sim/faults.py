@@ -861,7 +861,7 @@ def _(rule, view, seat, ref, copy):
         return rule(view, seat, ref, copy)
 
 
-@instead("near readers are not waited for", "unpublish:_let_go", scenario="near and far")
+@instead("near readers are not waited for", "unpublish:_let_go", scenario="comes last")
 def _(rule, view, *args):
     found = unpublish._reading
 
@@ -1180,7 +1180,9 @@ def _(not_waited_for):
     return None
 
 
-answers("what was not waited for is not brought along", "not_waited_for", scenario="held when back")
+answers(
+    "what was not waited for is not brought along", "not_waited_for", scenario="came to nothing"
+)
 
 
 @instead(

@@ -1700,28 +1700,6 @@ def half_cut_off(scene: Scene) -> None:
     trains_on(scene, cut_off=(0,))
 
 
-def held_when_back(scene: Scene) -> None:
-    """What was published without etcd is offered when it is back, without another call."""
-
-    def train(me: Process) -> None:
-        publish(me, 1, 11)
-        meet(me, "holds 1")
-        scene.cut(me, 3 * TTL_S)
-        unpublish(me)
-        demand(not publish(me, 2, 12, store_wait_s=0), "I6: etcd is away, and offers it")
-        scene.until("read")
-        unpublish(me)
-
-    def read(me: Process) -> None:
-        scene.until("t.0/0 holds 1", "t.0/1 holds 1")
-        with never(errors.DeadlineExceeded, "I6: all ranks hold it, and it is not offered"):
-            replicate(me, 2, timeout_s=6 * TTL_S)
-        scene.reach("read")
-
-    scene.start("t", train)
-    scene.play(r=read)
-
-
 def does_not_wait(scene: Scene) -> None:
     """Ranks that come back do not wait for the one that has published already, without etcd."""
 

@@ -20,7 +20,7 @@ fault("forerunners may overtake each other", "fetch", scenario="ordered twice")(
 )
 
 
-fault("a forerunner's copy is never spare", "await_spare", scenario="fetched ahead")(
+fault("a forerunner's copy is never spare", "await_spare", scenario="ordered twice")(
     lambda rule: lambda view, seat, ref: Wait("", (one(seat.group),))
 )
 
@@ -29,7 +29,7 @@ answers(
     "a forerunner's copy is spare at once",
     "await_spare",
     value=Done(None),
-    scenario="fetched ahead",
+    scenario="often asked",
 )
 
 
@@ -91,7 +91,7 @@ fault("a copy that is whole here wakes nobody", "near_range", scenario="waits fo
 )
 
 
-@instead("what is here is passed by", "next_version", scenario="newest here")
+@instead("what is here is passed by", "next_version", scenario="passed by")
 def _(rule, view, seat, spec, held, skipping):
     found = rule(view, seat, spec, held, skipping)
     newest = versions.newer(view, seat.keys, spec, held) if found.ref else None

@@ -80,23 +80,6 @@ def _play(scene: Scene, follow: Callable, *, count: int = 3, size: int = 0, **op
     scene.play()
 
 
-def fetched_ahead(scene: Scene) -> None:
-    """A version crosses once, while all replicas go on, and nobody keeps a copy of it."""
-
-    def follow(me: Process, names) -> None:
-        _first(me)
-        scene.slow_s[me] = 0.5
-        took_s = _poll(me, 2)
-        demand(max(took_s, default=0) < AT_ONCE_S, f"I15: {me} waited for its forerunner: {took_s}")
-        scene.slow_s[me] = 0.0
-        scene.reach(f"{me.start.replica} has 2")
-        _released(me)
-        _stay(me, names)
-
-    _play(scene, follow)
-    demand(crossings(scene) == 2, f"I13, I15: {crossings(scene)} replicas read from afar")
-
-
 def often_asked(scene: Scene) -> None:
     """A fetch that takes longer than the calls that a group remembers is none of these."""
 
@@ -228,39 +211,6 @@ def no_memory_ahead(scene: Scene) -> None:
         _stay(me, names)
 
     _play(scene, follow, count=1, size=2)
-
-
-def newest_here(scene: Scene) -> None:
-    """An update goes to what is here, and not to something newer that is far."""
-
-    def follow(me: Process, names) -> None:
-        _first(me)
-        scene.slow_s[me] = 0.3
-        demand(not me.handle.update(timeout_s=100), "it went to what is far")
-        ahead = me.ahead
-        scene.when(lambda: ahead._shard and ahead._shard.group.ledger.held, "a copy", 300.0)
-        scene.slow_s[me] = 0.0
-        scene.reach("fetched", until="3")
-        demand(me.handle.update(timeout_s=100) and me.handle.version == 2, "it had 2 at hand")
-        scene.reach("r0 has 2")
-        scene.reach("r0 has 3") if me.handle.update(timeout_s=100) else None
-        _poll(me, 3)
-        scene.reach("r0")
-
-    def train(me: Process) -> None:
-        publish(me, 1, 1)
-        scene.reach("1", until="r0 has 1")
-        unpublish(me)
-        publish(me, 2, 2)
-        scene.reach("2", until="fetched")
-        unpublish(me)
-        publish(me, 3, 3)
-        scene.reach("3", until="r0")
-
-    scene.start("t", train, size=1, datacenter="west")
-    options = {"datacenter": "east", "seeding": "host"}
-    scene.start("r0", partial(follow, names=("r0",)), size=1 + scene.seed % 2, **options)
-    scene.play()
 
 
 def passed_by(scene: Scene) -> None:
