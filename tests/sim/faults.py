@@ -392,7 +392,7 @@ fault("the next older one is read from, whoever reads it", "_by_place", scenario
         )
     )
 )
-fault("everyone reads from the oldest", "_by_place", scenario="many")(
+fault("everyone reads from the oldest", "_by_place", scenario="fed already")(
     lambda rule: (
         lambda view, seat, ref, candidates: min(
             candidates, key=lambda inst: candidates[inst].entry.create_rev
@@ -1033,7 +1033,7 @@ def unfenced(own_group):
 fault("a fenced incarnation does not notice", "own_group")(unfenced)
 
 
-@instead("a group is complete before all have come", "join", scenario="comes late")
+@instead("a group is complete before all have come", "join", scenario="struck in open")
 def _(rule, view, who, nonce):
     step = rule(view, who, nonce)
     if isinstance(step, Wait) and "has ranks" in step.reason:
@@ -1388,15 +1388,15 @@ fault("stream: handed out before the word", "Following.ask", scenario="streamed 
     )
 )
 
-fault(
-    "stream: the record is kept while the consumer sleeps", "IDLE_S", scenario="sleeping consumer"
-)(lambda idle_s: 1000.0)
+fault("stream: the record is kept while the consumer sleeps", "IDLE_S", scenario="streamed anew")(
+    lambda idle_s: 1000.0
+)
 
 
 answers(
     "stream: a buffer is filled while it is used",
     "Filling._await_room",
-    scenario="sleeping consumer",
+    scenario="streamed anew",
 )
 
 

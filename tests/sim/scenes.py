@@ -808,31 +808,6 @@ def _few_not_whole(scene: Scene) -> None:
     not_whole(scene)
 
 
-def many(scene: Scene) -> None:
-    """I8: newcomers that see only some of the others form as many chains as there are sources."""
-    _see_few(2, 1, 3)
-    trainers, rollouts = ("t", "u"), tuple(f"r{number}" for number in range(7))
-
-    def read(me: Process) -> None:
-        scene.until(*trainers)
-        replicate(me)
-        stay(me)
-
-    def train(me: Process) -> None:
-        publish(me, 1)
-        stay(me)
-
-    def stay(me: Process) -> None:
-        scene.reach(me.start.replica, until=(*trainers, *rollouts))
-
-    for name in trainers:
-        scene.start(name, train, size=1)
-    for name in rollouts:
-        scene.start(name, read, size=1)
-    scene.play()
-    demand(scene.claims == 1, f"I8: a source fed {scene.claims} readers at a time")
-
-
 def alone_no_more(scene: Scene) -> None:
     """I8: who takes several idle sources leaves them to those who have come meanwhile."""
     trainers, others = tuple("tuvw"), tuple(f"r{number}" for number in range(1, 7))
@@ -986,18 +961,6 @@ def last_change(scene: Scene) -> None:
     scene.start("t", lambda me: (publish(me, 1), scene.reach("published"), scene.until("told")))
     for number in range(count):
         scene.start(f"r{number}", read, size=1)
-    scene.play()
-
-
-def comes_late(scene: Scene) -> None:
-    """A replica is opened when all of its ranks have come."""
-    came_s = scene.now_s + 5.0
-
-    def train(me: Process) -> None:
-        demand(scene.now_s >= came_s, f"{me} is open, and a rank has not come")
-
-    scene.start("t", train)
-    scene.suspend(scene.processes[1], 5.0)
     scene.play()
 
 
@@ -1251,33 +1214,6 @@ def _train_until(me: Process, *wheres: str) -> None:
     took_s = unpublish(me)
     demand(took_s < IDLE_S + 3, f"I12: {me} waited {took_s:.1f} s for a consumer that sleeps")
     me.world.reach("gave up")
-
-
-def sleeping_consumer(scene: Scene) -> None:
-    """I12: a consumer that stands still holds nobody up, and goes on from somebody else."""
-    scene.shapes = MANY_TENSORS
-
-    def consume(me: Process) -> None:
-        scene.until("has it")
-        naps = iter([0.0, 30.0])
-
-        def pause_s() -> float:
-            nap_s = next(naps, 0.0)
-            if nap_s:
-                scene.reach(f"sleeps {me.rank}")
-            return nap_s
-
-        came = me.streamed(1, pause_s=pause_s)
-        demand(len(came) == len(MANY_TENSORS), f"I12: only {came} came")
-        scene.reach(f"done {me.rank}")
-
-    def keep(me: Process) -> None:
-        replicate(me)
-        scene.reach("has it", until=("done 0", "done 1"))
-
-    scene.start("t", lambda me: _train_until(me, "sleeps 0", "sleeps 1"), size=1)
-    scene.start("r0", keep, size=1)
-    scene.play(2, r1=consume)
 
 
 def _await_flight(scene: Scene) -> None:
