@@ -557,12 +557,12 @@ answers(
     scenario="missing",
 )
 answers(
-    "what ends a call between two parts is told to nobody", "end_for_all", scenario="struck between"
+    "what ends a call between two parts is told to nobody", "end_for_all", scenario="leaves a loop"
 )
 fault(
     "a part that is refused too late ends the next call like it",
     "_is_of_caller",
-    scenario="struck at the end",
+    scenario="refused argument",
 )(lambda rule: lambda call, own: call.caller == own.caller)
 answers(
     "an argument that one rank refuses is one of another call",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from checks import demand, never
 from replicas import Process
 from scenes import SCENES, Scene, meet, publish, replicate, scenes_of, unpublish
@@ -11,7 +9,6 @@ from scenes import SCENES, Scene, meet, publish, replicate, scenes_of, unpublish
 from torch_ros.errors import CallAborted, DeadlineExceeded, TorchRosError, UsageError
 from torch_ros.protocol.records import Asked
 from torch_ros.protocol.seat import KNOWN_KEPT
-from torch_ros.shard import collective
 
 SOON_S = 20.0  # the world is a slow one
 LONG_S = 200.0
@@ -49,57 +46,6 @@ def _go_to_2(me: Process) -> None:
     scene.checks.returned(me, 2)
     meet(me, "is done")
     scene.reach("over")
-
-
-def struck_between(scene: Scene) -> None:
-    """I6: what ends a call between two of its parts, on one rank, ends it on all, soon."""
-    whom = scene.seed % 2
-
-    def update(me: Process) -> None:
-        _begin(me)
-        shard, began_s = me.shard, scene.now_s
-        give_up = shard.unpublish
-
-        def struck(*args, **options) -> None:
-            if scene.seed % 4 < 2:  # else after it
-                raise Struck
-            give_up(*args, **options)
-            raise Struck
-
-        if me.rank == whom:
-            shard.unpublish = struck
-        try:
-            me.handle.update("latest", timeout_s=LONG_S)
-            demand(False, f"I3: {me} is told that it has what its peer has not")
-        except Struck:
-            shard.unpublish = give_up
-        except CallAborted:
-            took_s = scene.now_s - began_s
-            demand(took_s < SOON_S, f"I6: its peer was struck, and {me} waited for {took_s:.0f} s")
-        except DeadlineExceeded as error:
-            demand(False, f"I6: its peer was struck, and {me} waited: {error}")
-        _end(me)
-
-    scene.start("t", _train, size=1)
-    scene.play(2, r=update)
-
-
-def struck_at_the_end(scene: Scene) -> None:
-    """I3: what ends a call on one rank, when it has ended on all, is no part of the next one."""
-
-    def update(me: Process) -> None:
-        _begin(me)
-        shard = me.shard
-        is_new = me.handle.update("latest", timeout_s=LONG_S)
-        demand(is_new, f"I3: {me} has no news")
-        if me.rank == scene.seed % 2:  # as if it came before its update returned
-            first = shard.group.ledger.calls_made
-            end = partial(collective.end_for_all, shard, Asked("update", "latest"), Struck(), first)
-            shard.busy(end)
-        _end(me)
-
-    scene.start("t", _train, size=1)
-    scene.play(2, r=update)
 
 
 def left_out(scene: Scene) -> None:

@@ -59,7 +59,7 @@ fault("who is slow is suspected", "SourceLost.orderly", scenario="slow relay")(
 )
 
 
-@fault("who waits for its own source is slow", "Pace.is_behind", scenario="slow for all")
+@fault("who waits for its own source is slow", "Pace.is_behind", scenario="slow source")
 def _(is_behind):
     return lambda self, now_s, landed, shown: is_behind(self, now_s, landed, 4 * shown + 99)
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import wires
 from checks import demand
 from replicas import Process
-from scenes import MANY_TENSORS, SCENES, Scene, publish, puts, read_from, replicate, scenes_of
+from scenes import SCENES, Scene, publish, puts, read_from, replicate, scenes_of
 
 from torch_ros.costs import NIXL_COSTS
 from torch_ros.features.pace import rates
@@ -359,21 +359,6 @@ def peer_rests(scene: Scene) -> None:
 def seed_rests_not(scene: Scene) -> None:
     """I13: who was slow passes on what it has where nobody near has it."""
     _versions(scene, {1: False, 4: True}, datacenter="east")
-
-
-def slow_for_all(scene: Scene) -> None:
-    """I8: where everybody is slow, everybody relays."""
-    scene.shapes = MANY_TENSORS
-
-    def read(me: Process) -> None:
-        scene.slow_s[me] = 1.0
-        replicate(me)
-        demand(me.handle.last_read.reroutes == 0, "I8: it left who is as slow as all others")
-        demand(_relays(scene, me.start.replica), "I8: one of many that are slow does not relay")
-
-    _chain(scene, ("r0", "r1", "r2"), ("r0", "r1", "r2"), read)
-    with _judged(3.0):
-        scene.play()
 
 
 SCENES |= scenes_of(__name__)
