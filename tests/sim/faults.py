@@ -792,10 +792,10 @@ fault("a spot replica is a witness", "retention:_counts", scenario="only on spot
 )
 
 
-fault("a witness elsewhere is one here", "retained_here", scenario="kept here")(
+fault("a witness elsewhere is one here", "retained_here", scenario="asked meanwhile")(
     lambda _: lambda *_: iter(())
 )
-fault("the newest version anywhere is the newest here", "_keepers", scenario="kept here")(
+fault("the newest version anywhere is the newest here", "_keepers", scenario="asked meanwhile")(
     lambda keepers: lambda view, keys, _: keepers(view, keys, None)
 )
 fault(

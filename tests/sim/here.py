@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from afar import SLOW_S, SOON_S, _copies, _reading, _size
+from afar import SLOW_S, SOON_S
 from checks import demand, never
 from replicas import Process
 from scenes import SCENES, Scene, publish, puts, replicate, scenes_of, unpublish
@@ -39,35 +39,6 @@ def _sources(scene: Scene, reader: str) -> set[str]:
     """The replicas that it has read from; of copies the name as far as the plus."""
     read = {k.replica_of(source) for source, by in scene.edges if k.replica_of(by) == reader}
     return {name[: name.find("+") + 1] or name for name in read}
-
-
-def kept_here(scene: Scene) -> None:
-    """I4: the last version here stays until the next one is here, whatever is held elsewhere."""
-
-    def read(me: Process) -> None:
-        _stay(me, "t has 2")
-        _update(me, SLOW_S)
-        scene.reach("r has 2")
-        scene.when(lambda: not me.shard.copies, "the copy released", 5.0)
-        demand(not _copies(scene), f"I4: {_copies(scene)} are offered still")
-        scene.until("r1 has 1")
-
-    def come(me: Process) -> None:
-        scene.until("t has 2")
-        _reading(scene, "r")
-        replicate(me, 1)
-        demand(_sources(scene, "r1") <= {"r+"}, f"I4: {_sources(scene, 'r1')} were read from")
-        scene.reach("r1 has 1")
-
-    def train(me: Process) -> None:
-        _publish_two(me)
-        scene.until("r has 2", "r1 has 1")
-
-    scene.start("t", train, size=1, datacenter="west")
-    scene.start("w", lambda me: _stay(me, "r has 2", "r1 has 1"), size=1, datacenter="west")
-    scene.start("r", read, size=_size(scene), datacenter="east", retain=HERE)
-    scene.start("r1", come, size=1, datacenter="east")
-    scene.play()
 
 
 def kept_elsewhere(scene: Scene) -> None:

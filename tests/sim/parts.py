@@ -6,7 +6,7 @@ from checks import demand, never
 from replicas import Process
 from scenes import SCENES, Scene, meet, publish, replicate, scenes_of, unpublish
 
-from torch_ros.errors import CallAborted, DeadlineExceeded, TorchRosError, UsageError
+from torch_ros.errors import DeadlineExceeded, TorchRosError, UsageError
 from torch_ros.protocol.records import Asked
 from torch_ros.protocol.seat import KNOWN_KEPT
 

@@ -22,14 +22,14 @@ fault(
 fault(
     "a bucket is read as soon as nobody holds anything",
     "Quiet.has_lasted",
-    scenario="trained meanwhile",
+    scenario="killed in a publication",
 )(lambda _: lambda self, view, seat, now_s: not rules.is_held(view, seat))
 
 
 @instead(
     "time in which somebody has held something counts for the bucket",
     "Quiet.has_lasted",
-    scenario="held in between",
+    scenario="trained while corrupt",
 )
 def _(has_lasted, self, view, seat, now_s):
     self._written = math.inf
@@ -119,7 +119,7 @@ def _(newer, view, keys, spec, held):
 @instead(
     "where a version may be missing, no bucket is waited for",
     "FallingBack.__init__",
-    scenario="nothing archived",
+    scenario="killed in a publication",
 )
 def _(init, self, shard, below, spec, deadline):
     init(self, shard, below, spec, deadline)
@@ -132,7 +132,9 @@ fault(
 
 
 @instead(
-    "a bucket that does not answer has nothing", "FallingBack._ask", scenario="nothing archived"
+    "a bucket that does not answer has nothing",
+    "FallingBack._ask",
+    scenario="all corrupt in a bucket",
 )
 def _(ask, self, call):
     try:

@@ -21,8 +21,7 @@ from scenes import (
     unpublish,
 )
 
-from torch_ros.errors import BucketError, DeadlineExceeded, TorchRosError, UsageError
-from torch_ros.features.fallback.rules import TTLS
+from torch_ros.errors import BucketError, UsageError
 
 
 def _with_bucket(scene: Scene, **options) -> ModelBucket:
@@ -110,82 +109,6 @@ def reader_of_a_bucket_dies(scene: Scene) -> None:
     scene.play()
     read_by = sum(str(each) in scene.reached for each in scene.processes)
     demand(read_by >= 2, "I6: nobody has it")
-
-
-def trained_meanwhile(scene: Scene) -> None:
-    """I16: a newcomer waits for a trainer that is in a step, and does not take the bucket's."""
-    bucket = _with_bucket(scene)
-    bucket.archive(70, 70)
-
-    def train(me: Process) -> None:
-        for version in range(4):
-            publish(me, version, 10 + version)
-            scene.reach(f"published {version}")
-            scene.sleep(2.0)
-            unpublish(me)
-            scene.reach(f"step {version}")
-            scene.sleep(1.8 * TTL_S)
-        publish(me, 4, 14)
-        scene.until("r0", "r1", "r2")
-
-    def read(me: Process) -> None:
-        number = int(me.start.replica[1:])
-        scene.until(f"step {number}")
-        scene.sleep(scene.random() * TTL_S)
-        replicate(me)
-        demand(me.handle.version == number + 1, f"I16: it has {me.handle.version}")
-        unpublish(me)
-        scene.reach(me.start.replica, until=("r0", "r1", "r2"))
-
-    scene.start("t", train, size=1)
-    for number in range(3):
-        scene.start(f"r{number}", read, size=1, bucket=URL)
-    scene.play()
-    demand(not bucket.lists, "I16: the bucket was asked while a trainer was in a step")
-
-
-def held_in_between(scene: Scene) -> None:
-    """I16: time in which somebody holds something, or has, does not count."""
-    bucket = _with_bucket(scene)
-    bucket.archive(70, 70)
-    comes_and_goes = scene.seed % 2
-
-    def train(me: Process) -> None:
-        scene.until("r waits")
-        scene.sleep(1.5 * TTL_S)
-        if comes_and_goes:
-            publish(me, 1, 11)
-            scene.reach("held")
-            unpublish(me)
-        else:
-            try:
-                if me.rank == 0:
-                    publish(me, 1, 11, timeout_s=3)
-            except TorchRosError:
-                scene.reach("held")
-            scene.until("held")
-        scene.sleep(1.5 * TTL_S)
-        me.fill(12)
-        scene.contents[2] = 12
-        me.handle.publish(2, timeout_s=100)
-        scene.until("r has it")
-
-    def read(me: Process) -> None:
-        scene.reach("r waits")
-        while me.handle.version is None:
-            try:
-                replicate(me)
-            except DeadlineExceeded:
-                raise
-            except TorchRosError:  # it went while it was read
-                scene.sleep(0.1)
-        demand(me.shard.held.run != "bucket", "I16: it has the bucket's")
-        scene.reach("r has it")
-
-    scene.start("t", train, size=1 if comes_and_goes else 2)
-    scene.start("r", read, size=1, bucket=URL)
-    scene.play()
-    demand(not bucket.lists, "I16: the bucket was asked while a trainer was in a step")
 
 
 def _store_away(scene: Scene) -> None:
@@ -281,29 +204,6 @@ def only_an_archiver_is_left(scene: Scene) -> None:
     scene.start("t", first, size=1)
     scene.start("a", archive, size=1, spot=True)
     scene.at(scene.now_s + 2.5 * TTL_S, lambda: scene.start("u", second, size=1, bucket=URL))
-    scene.play()
-
-
-def nothing_archived(scene: Scene) -> None:
-    """I16: where a bucket has nothing, or what does not fit, "none" is said, and not at once."""
-    bucket = _with_bucket(scene)
-
-    def train(me: Process) -> None:
-        began_s = scene.now_s
-        got = me.handle.replicate("latest", missing_ok=True, timeout_s=100)
-        took_s = scene.now_s - began_s
-        demand(got is None, f"it has {got}")
-        demand(took_s >= TTLS * TTL_S, f"I16: none was said after {took_s:.1f} s")
-        demand(bucket.lists, "I16: none was said, and the bucket was not asked")
-        bucket.is_away = True
-        try:
-            me.handle.replicate("latest", missing_ok=True, timeout_s=100)
-            demand(False, "I16: a bucket that does not answer has nothing")
-        except BucketError:
-            pass
-        scene.reach("none")
-
-    scene.start("t", train, size=1, bucket=URL)
     scene.play()
 
 

@@ -22,7 +22,7 @@ def _(keeping, *args):
     return dataclasses.replace(keep, is_needed=keep.is_needed and not keep.only_in)
 
 
-fault("the name is not free while it lingers", "give_up", scenario="started again")(
+fault("the name is not free while it lingers", "give_up", scenario="last version")(
     edited(ops=spare("groups"))
 )
 
@@ -30,7 +30,7 @@ fault("the name is not free while it lingers", "give_up", scenario="started agai
 fault("nobody is stayed for", "retention:awaited", scenario="lingers")(lambda _: lambda *_: [])
 
 
-fault("a spot replica is stayed for", "retention:awaited", scenario="spot only")(
+fault("a spot replica is stayed for", "retention:awaited", scenario="archived elsewhere")(
     lambda awaited: (
         lambda view, *args: awaited(said(view, b'"spot":true', b'"spot":false', "/groups/"), *args)
     )
@@ -99,7 +99,7 @@ fault("archivers count by number", "_is_behind", scenario="last version anew")(
 )
 
 
-fault("what an archiver says outlives it", "archives:say", scenario="archiver dies")(
+fault("what an archiver says outlives it", "archives:say", scenario="last version")(
     edited(ops=lambda op: msgspec.structs.replace(op, lease_id=0))
 )
 

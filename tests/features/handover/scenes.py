@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 
 from checks import demand, never
@@ -15,7 +14,6 @@ from scenes import (
     SIZE,
     SOON_S,
     Scene,
-    _await_reader,
     _close,
     deletes,
     meet,
@@ -189,33 +187,6 @@ def last_version_anew(scene: Scene) -> None:
     scene.play()
 
 
-def archiver_dies(scene: Scene) -> None:
-    """I6: nobody stays for an archiver that has died, or left."""
-    is_killed = scene.seed % 2 == 0
-
-    def upload(ref: VersionRef) -> None:
-        [process] = scene.start_named("a").processes
-        if ref.version == 1:
-            return
-        scene.when(lambda: scene.seen["lingers"], "lingering")
-        if is_killed:
-            scene.at(scene.now_s, scene.kill_process, process)
-            scene.sleep(1)
-        process.handle.close()
-        scene.reach("over")
-
-    def train(me: Process) -> None:
-        _two_versions(me)
-        took_s = _close(me)
-        most_s = TTL_S + SOON_S if is_killed else SOON_S
-        demand(took_s < most_s, f"I6: it stayed {took_s:.0f} s for an archiver that is gone")
-        scene.reach("over")
-
-    _archiver(scene, upload)
-    scene.start("t", train, size=1, linger_s=LINGER_S)
-    scene.play()
-
-
 def bucket_is_dead(scene: Scene) -> None:
     """I6: an archiver whose bucket does not answer costs `linger_s`; an unpublish, nothing."""
 
@@ -334,54 +305,6 @@ def lingers(scene: Scene) -> None:
     scene.start("t", train, size=1 if kind < 0.5 else SIZE, linger_s=30.0)
     scene.play()
     demand(scene.seen["lingers"], "I4: nothing lingered")
-
-
-def started_again(scene: Scene) -> None:
-    """I4: a job that is started again finds what its predecessor stays for."""
-
-    def again(me: Process) -> None:
-        replicate(me, 1, timeout_s=10)
-        scene.reach(f"{me} has it", until=(*(f"t.2/{rank} has it" for rank in range(SIZE)),))
-
-    def train(me: Process) -> None:
-        publish(me, 1)
-        scene.reach(f"{me} has 1")
-        if me.rank == 0:
-            lingers = lambda: any(
-                k.lingers(k.parse_holding(key).inst) for key in scene.checks.holdings
-            )
-            starts = lambda: scene.when(lingers, "lingering") or scene.start("t", again)
-            scene.spawn(me, "main", starts)
-        _close(me)
-
-    def idle(me: Process) -> None:
-        scene.until("t.2/0 has it", "t.2/1 has it")
-
-    scene.start("r", idle, size=1, retain=("latest",))
-    scene.start("t", train, linger_s=30.0)
-    scene.play()
-
-
-def spot_only(scene: Scene) -> None:
-    """Nobody stays for replicas that may vanish at any time; but those who read may finish."""
-
-    def train(me: Process) -> None:
-        publish(me, 1)
-        _await_reader(me)
-        scene.until("slow")
-        took_s = _close(me)
-        demand(took_s < 2, f"I6: it lingered for {took_s:.0f} s for a spot replica")
-
-    def read(me: Process) -> None:
-        scene.slow_s[me] = 1.0
-        scene.reach("slow")
-        with suppress(TorchRosError):
-            replicate(me)
-        scene.sleep(20)
-
-    scene.start("r", read, size=1, spot=True)
-    scene.start("t", train, size=1, linger_s=30.0, retain=("latest",))
-    scene.play()
 
 
 def drains_at_the_end(scene: Scene) -> None:
