@@ -21,7 +21,7 @@ from torch_ros.errors import TorchRosError
 WORKERS = 2
 STORY = 60  # steps of the story that a failure shows
 ENOUGH = 2000  # seeds, in which each kind of event must have happened
-FOUND = Path(__file__).parent / "found.md"
+FOUND = Path(__file__).parent / "found.txt"
 MISFIT = "does not fit"  # an accident: the code has changed, and the fault is none any more
 HEAD = "| planted fault | found by | breaks |\n| --- | --- | --- |\n"
 
@@ -96,7 +96,7 @@ def find(what: str, pool, seeds: int) -> tuple[int, str, str] | None:
 
 
 def find_all(names: list[str], seeds: int, workers: int) -> dict[str, str]:
-    """The rows of those that are found, for the table in found.md."""
+    """The rows of those that are found, for the table in found.txt."""
     print(HEAD, end="")
     rows = {}
     for what in names:
@@ -116,7 +116,7 @@ def find_all(names: list[str], seeds: int, workers: int) -> dict[str, str]:
 
 
 def table() -> dict[str, str]:
-    """The rows of the table in found.md, by fault."""
+    """The rows of the table in found.txt, by fault."""
     rows = FOUND.read_text().partition(HEAD)[2].splitlines()
     return {row.split(" | ")[0][2:]: row for row in rows}
 
@@ -135,7 +135,7 @@ def main() -> int:
     parser.add_argument("--story", action="store_true", help="the whole story of a failure")
     parser.add_argument("--fails", type=int, default=5, help="stop after so many")
     parser.add_argument("--faults", nargs="*", help="plant these, or all")
-    parser.add_argument("--write", action="store_true", help="into the table of found.md")
+    parser.add_argument("--write", action="store_true", help="into the table of found.txt")
     parser.add_argument("--workers", type=int, default=WORKERS, help="processes")
     options = parser.parse_args()
     if options.faults is not None:
