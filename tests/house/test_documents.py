@@ -152,11 +152,6 @@ def test_operations_lists_each_thread_of_a_handle():
             assert named <= listed, f"{path.name}: {named - listed}"
 
 
-def test_the_runbook_is_short():
-    words = re.findall(r"\S*\w\S*", (ROOT / "docs" / "OPERATIONS.md").read_text())
-    assert len(words) <= 7500
-
-
 def warnings_of_the_log():
     """The text of each line at WARNING or above, and the file that logs it."""
     for path in sorted((ROOT / "torch_ros").rglob("*.py")):
@@ -215,16 +210,25 @@ def test_the_figures_are_what_their_run_has_written():
 
 PROTOCOL_PAGES = sorted((ROOT / "docs" / "protocol").glob("*.md"))
 WORDS_MAX = {
-    ROOT / "CHANGELOG.md": 2000,  # merges keep both sides: a rewritten section can come back
+    ROOT / "CHANGELOG.md": 1000,  # merges keep both sides: a rewritten section can come back
     ROOT / "docs" / "CONCEPTS.md": 1000,
+    ROOT / "docs" / "OPERATIONS.md": 6200,
     ROOT / "docs" / "PROTOCOL.md": 7400,
     **dict.fromkeys(PROTOCOL_PAGES, 1000),
 }
 
 
+def word_count(document):
+    return len(re.findall(r"\S*\w\S*", document.read_text()))
+
+
 @pytest.mark.parametrize("document", WORDS_MAX, ids=lambda path: path.name)
 def test_a_document_is_no_longer_than_its_reader_has_time_for(document):
-    assert len(re.findall(r"\S*\w\S*", document.read_text())) <= WORDS_MAX[document]
+    assert word_count(document) <= WORDS_MAX[document]
+
+
+def test_all_documents_together_are_no_longer_than_a_short_book():
+    assert sum(map(word_count, DOCUMENTS)) <= 50_000
 
 
 @pytest.mark.parametrize("page", PROTOCOL_PAGES, ids=lambda path: path.name)
