@@ -68,6 +68,21 @@ def at_once(*calls: Callable[[], T]) -> list[T]:
         return [future.result() for future in [pool.submit(call) for call in calls]]
 
 
+def publisher(opened, tensors, version=1, name="trainer", **options):
+    """A handle that has published these tensors."""
+    handle = opened(name, tensors, **options)
+    handle.publish(version)
+    return handle
+
+
+def published(handle, version, value=None, size=4):
+    """Publish a tensor "w" of one value, that of the version, in the place of what was there."""
+    handle.unpublish()
+    handle.unregister()
+    handle.register({"w": torch.full((size,), float(version if value is None else value))})
+    handle.publish(version)
+
+
 def feature(handle, kind: type[T]) -> T:
     """The feature of that class that is attached to the handle's shard."""
     return next(each for each in inside(handle).features if isinstance(each, kind))

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from kit import inside
+from kit import inside, published
 from scraping import exporting, scrape
 from users import limited
 
@@ -18,11 +18,6 @@ import torch_ros
 from torch_ros.features.streams import filling
 from torch_ros.protocol.keys import EVERY_MODEL
 from torch_ros.store.txn import Read
-
-
-def published(handle, version):
-    handle.register({"w": torch.full((4,), float(version))})
-    handle.publish(version)
 
 
 @pytest.mark.parametrize("endpoint", ["etcd"], indirect=True)

@@ -6,8 +6,7 @@ import time
 
 import pytest
 import torch
-from kit import inside
-from test_ls import published
+from kit import inside, published
 
 from torch_ros.cli import clearing, main
 from torch_ros.cli.leftovers import clearing as first_of

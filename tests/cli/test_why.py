@@ -11,9 +11,8 @@ import time
 
 import pytest
 import torch
-from kit import inside
+from kit import inside, published
 from msgspec.structs import replace
-from test_ls import published
 
 import torch_ros
 from torch_ros.cli import main, waiting

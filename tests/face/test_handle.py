@@ -21,7 +21,7 @@ import kit
 import numpy as np
 import pytest
 import torch
-from kit import both_stores, inside, until
+from kit import both_stores, inside, publisher, until
 
 import torch_ros
 from torch_ros import errors
@@ -46,12 +46,6 @@ DTYPES = [
 
 # The same code whatever the endpoint.
 endpoint = pytest.fixture(kit.store)  # in memory, where nothing else is said
-
-
-def publisher(opened, tensors, version=1, name="trainer"):
-    handle = opened(name, tensors)
-    handle.publish(version)
-    return handle
 
 
 def raw(tensor):

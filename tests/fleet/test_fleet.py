@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from kit import inside
+from kit import inside, published
 
 from torch_ros.deadline import wall_ms
 from torch_ros.protocol.keys import Keys
@@ -12,13 +12,6 @@ from torch_ros.protocol.membership import adopted
 from torch_ros.protocol.records import Holding, Kept, ShardRecord, VersionRecord, VersionRef
 from torch_ros.shard.replication import Replication
 from torch_ros.store.txn import Put, Txn
-
-
-def published(handle, version):
-    handle.unpublish()
-    handle.unregister()
-    handle.register({"w": torch.full((4,), float(version))})
-    handle.publish(version)
 
 
 def replicated(handle, version="latest"):

@@ -8,7 +8,7 @@ import uuid
 
 import pytest
 import torch
-from kit import inside, until
+from kit import inside, published, until
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from scraping import scrape
@@ -22,13 +22,6 @@ from torch_ros.metrics.process import serve_as_told
 from torch_ros.shard.core import open_shards
 from torch_ros.shard.report import REPORTS_KEPT, DrainReport, ReadReport
 from torch_ros.shard.tally import BOUNDS_S, ENDED_MAX, Histogram, Tallies, Whose
-
-
-def published(handle, version, count=4):
-    handle.unpublish()
-    handle.unregister()
-    handle.register({"w": torch.full((count,), float(version))})
-    handle.publish(version)
 
 
 def figures(handle):

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from kit import inside
+from kit import inside, published
 
 from torch_ros import DrainReport, PublishReport, ReadReport
 from torch_ros.deadline import wall_ms
@@ -16,11 +16,6 @@ from torch_ros.shard.report import REPORTS_KEPT, Reports
 from torch_ros.store.txn import Delete, Txn, one
 
 
-def published(handle, version, size=1000):
-    handle.register({"w": torch.full((size,), float(version))})
-    handle.publish(version)
-
-
 def replicated(handle, size=1000):
     handle.register({"w": torch.empty(size)})
     handle.replicate()
@@ -29,7 +24,7 @@ def replicated(handle, size=1000):
 def test_each_call_leaves_a_report(opened):
     began_ms = wall_ms()
     trainer, rollout = opened("trainer"), opened("rollout")
-    published(trainer, 1)
+    published(trainer, 1, size=1000)
     uid = trainer.fleet().latest.uid
     replicated(rollout)
     rollout.unpublish()
@@ -61,7 +56,7 @@ def test_a_report_and_the_log_say_why_a_call_began_again(opened, monkeypatch, ca
 
     monkeypatch.setattr(publishing, "_offer", lose)
     with caplog.at_level(logging.DEBUG, logger="torch_ros"):
-        published(trainer, 1)
+        published(trainer, 1, size=1000)
     assert trainer.reports[-1].turns == {"lost seat": 1}
     assert "publish 1 (call 1) begins again: lost seat: its group record is gone" in caplog.text
     trainer.unpublish()
@@ -81,7 +76,7 @@ def test_the_ways_of_all_bytes_that_were_read_are_told(opened):
 @pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
 def test_a_drain_says_who_was_waited_for_and_who_was_left_behind(opened, monkeypatch):
     trainer = opened("trainer", drain_s=0.3)
-    published(trainer, 1)
+    published(trainer, 1, size=1000)
     slow = opened("slow")
     seen, goes_on, fetch = threading.Event(), threading.Event(), Replication._fetch
 

@@ -10,7 +10,7 @@ import kit
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from kit import at_once, both_stores, inside, until
+from kit import at_once, both_stores, inside, published, until
 
 import torch_ros.dcp
 from torch_ros import errors
@@ -23,13 +23,6 @@ from torch_ros.store.memory import MemoryKV
 from torch_ros.store.txn import Put, Txn
 
 endpoint = pytest.fixture(kit.store)  # in memory, where nothing else is said
-
-
-def published(handle, version, value=None):
-    handle.unpublish()
-    handle.unregister()
-    handle.register({"w": torch.full((4,), float(version if value is None else value))})
-    handle.publish(version)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import kit
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from kit import both_stores, inside, until
+from kit import both_stores, inside, publisher, until
 
 import torch_ros
 from torch_ros import errors
@@ -31,13 +31,6 @@ ROW = 1024  # bytes of one of the tensors below
 def rows(count, seed=1):
     made = torch.Generator().manual_seed(seed)
     return {f"w{n:02d}": torch.randn(ROW // 4, generator=made) for n in range(count)}
-
-
-def publisher(opened, tensors, version=1, name="trainer", **options):
-    handle = opened(name, **options)
-    handle.register(tensors)
-    handle.publish(version)
-    return handle
 
 
 def readers(handle):

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from kit import inside, until
+from kit import inside, published, until
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -42,13 +42,6 @@ def ended(exporter):
         return [each for each in exporter.get_finished_spans() if each.name == f"torch_ros.{name}"]
 
     return of
-
-
-def published(handle, version):
-    handle.unpublish()
-    handle.unregister()
-    handle.register({"w": torch.full((4,), float(version))})
-    handle.publish(version)
 
 
 def record(handle, version):
