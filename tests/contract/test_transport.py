@@ -9,6 +9,7 @@ import uuid
 import numpy as np
 import pytest
 from kit import until
+from p2p.steps import attached, region
 
 from torch_ros.errors import ClosedError, NotSupported, TransferFailed, UsageError
 from torch_ros.p2p.memory import MemoryTransport
@@ -84,10 +85,6 @@ def random_shared_bytes(size, seed=0):
     return memory
 
 
-def region(array):
-    return Region(array.ctypes.data, array.nbytes)
-
-
 def span(source, target, *, at=0, to=0, size=None):
     return (
         source.ctypes.data + at,
@@ -113,14 +110,6 @@ def fetch(peer, *rows):
         run(read)
     finally:
         read.close()
-
-
-def attached(source, reader, *arrays):
-    """A peer of `reader` that has `arrays` of `source` attached; and their registration."""
-    registration = source.register([region(array) for array in arrays])
-    peer = reader.connect(source.connection)
-    peer.attach(registration.descriptor)
-    return peer, registration
 
 
 def test_a_region_of_any_size_arrives(pair):

@@ -14,13 +14,13 @@ from itertools import chain
 
 import numpy as np
 import pytest
+from p2p.steps import attached, copied, prepared, region, span
 
 from torch_ros.errors import ClosedError, TransferFailed
 from torch_ros.p2p import cma, near
 from torch_ros.p2p.memory import MemoryTransport
-from torch_ros.p2p.near import NearTransfer, NearTransport
+from torch_ros.p2p.near import NearTransport
 from torch_ros.p2p.voucher import Process
-from torch_ros.spans import Region
 from torch_ros.transfer.posting import close_all
 
 SIZE = 3 << 20  # three parts
@@ -30,14 +30,6 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 def random_bytes(seed, size=SIZE):
     return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
-
-
-def span(source, target):
-    return (source.ctypes.data, target.ctypes.data, source.nbytes)
-
-
-def region(array):
-    return Region(array.ctypes.data, array.nbytes)
 
 
 # Reading
@@ -131,24 +123,6 @@ def pair():
         each.close()
 
 
-def attached(pair, *arrays):
-    registration = pair[0].register([region(array) for array in arrays])
-    peer = pair[1].connect(pair[0].connection)
-    peer.attach(registration.descriptor)
-    return peer
-
-
-def prepared(pair, peer, *sources):
-    targets = [np.zeros_like(source) for source in sources]
-    pair[1].register([region(target) for target in targets])
-    rows = [span(*each) for each in zip(sources, targets, strict=True)]
-    return peer.prepare(np.array(rows, np.uint64)), targets
-
-
-def copied(read):
-    return read.copied_bytes if isinstance(read, NearTransfer) else 0
-
-
 def wait_for(*reads):
     for read in reads:
         while not read.is_done():
@@ -157,7 +131,7 @@ def wait_for(*reads):
 
 def test_all_but_a_byte_is_read_through_the_kernel(pair):
     sources = [random_bytes(0), random_bytes(1, 5), random_bytes(2, 2 << 20)]
-    read, targets = prepared(pair, attached(pair, *sources), *sources)
+    read, targets = prepared(pair[1], attached(*pair, *sources)[0], *sources)
     assert copied(read) == read.size_bytes - 1
     assert read.size_bytes == sum(source.nbytes for source in sources)
     for _ in range(2):
@@ -169,7 +143,7 @@ def test_all_but_a_byte_is_read_through_the_kernel(pair):
 
 def test_little_is_left_to_the_other_transport(pair):
     source = random_bytes(0, near.CMA_BYTES - 1)
-    read, _ = prepared(pair, attached(pair, source), source)
+    read, _ = prepared(pair[1], attached(*pair, source)[0], source)
     assert copied(read) == 0
 
 
@@ -190,7 +164,7 @@ def no_process(source):
 def test_what_is_not_this_process_number_is_left_to_the_other_transport(pair, spoil):
     source = random_bytes(0)
     spoil(pair[0])
-    read, targets = prepared(pair, attached(pair, source), source)
+    read, targets = prepared(pair[1], attached(*pair, source)[0], source)
     assert copied(read) == 0
     read.post()
     assert (targets[0] == source).all()
@@ -203,7 +177,7 @@ def test_what_the_kernel_does_not_allow_is_left_to_the_other_transport(pair, mon
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(cma, "read", refuse)
     source = random_bytes(0)
-    read, targets = prepared(pair, attached(pair, source), source)
+    read, targets = prepared(pair[1], attached(*pair, source)[0], source)
     assert copied(read) == 0
     read.post()
     assert (targets[0] == source).all()
@@ -213,15 +187,15 @@ def test_what_the_kernel_does_not_allow_is_left_to_the_other_transport(pair, mon
 @pytest.mark.parametrize("part", [slice(PAGE, None), slice(None, -PAGE)])
 def test_what_is_not_registered_is_refused_and_not_read(pair, part):
     source = random_bytes(0)
-    peer = attached(pair, source[part])
+    peer, _ = attached(*pair, source[part])
     with pytest.raises(TransferFailed, match="attached"):
-        prepared(pair, peer, source)
+        prepared(pair[1], peer, source)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_part_that_fails_fails_the_read_when_no_other_runs_any_more(pair, monkeypatch, failing):
     source = random_bytes(0, TWO_PARTS)
-    peer = attached(pair, source)
+    peer, _ = attached(*pair, source)
     begun, failed, ended = (threading.Event() for _ in range(3))
 
     def read(pid, spans):
@@ -235,7 +209,7 @@ def test_a_part_that_fails_fails_the_read_when_no_other_runs_any_more(pair, monk
         ended.set()
 
     monkeypatch.setattr(cma, "read", read)
-    reading, _ = prepared(pair, peer, source)
+    reading, _ = prepared(pair[1], peer, source)
     reading.post()
     with pytest.raises(TransferFailed, match=r"cannot be read \(Bad address\)"):
         wait_for(reading)
@@ -244,7 +218,7 @@ def test_a_part_that_fails_fails_the_read_when_no_other_runs_any_more(pair, monk
 
 def test_ctrl_c_waits_for_the_other_parts_however_often_it_is_pressed(pair, monkeypatch, ctrl_c):
     source = random_bytes(0, TWO_PARTS)
-    peer = attached(pair, source)
+    peer, _ = attached(*pair, source)
     both, pressed, ended = threading.Barrier(2), threading.Event(), []
 
     def press():
@@ -263,7 +237,7 @@ def test_ctrl_c_waits_for_the_other_parts_however_often_it_is_pressed(pair, monk
         threading.Timer(0.2, pressed.set).start()
 
     monkeypatch.setattr(cma, "read", read)
-    reading, _ = prepared(pair, peer, source)
+    reading, _ = prepared(pair[1], peer, source)
     with pytest.raises(KeyboardInterrupt):  # it may come at once
         try:
             reading.post()
@@ -275,7 +249,7 @@ def test_ctrl_c_waits_for_the_other_parts_however_often_it_is_pressed(pair, monk
 
 def test_without_a_thread_to_be_had_the_caller_copies_and_nobody_later(pair, monkeypatch):
     source = random_bytes(0)
-    read, targets = prepared(pair, attached(pair, source), source)
+    read, targets = prepared(pair[1], attached(*pair, source)[0], source)
     orphans = []
 
     def submit(part):
@@ -304,7 +278,7 @@ def test_what_no_thread_has_begun_when_its_target_is_unregistered_is_never_copie
     monkeypatch.setattr(pair[1].threads._pool, "submit", lambda _: None)
     source, target = random_bytes(0), np.zeros(SIZE, np.uint8)
     registration = pair[1].register([region(target)])
-    read = attached(pair, source).prepare(np.array([span(source, target)], np.uint64))
+    read = attached(*pair, source)[0].prepare(np.array([span(source, target)], np.uint64))
     read.post()
     registration.close()
     with pytest.raises(TransferFailed, match="was ended"):
@@ -314,7 +288,7 @@ def test_what_no_thread_has_begun_when_its_target_is_unregistered_is_never_copie
 
 def test_a_thread_that_is_free_begins_the_next_read(pair, monkeypatch):
     sources = [random_bytes(number) for number in range(2)]
-    peer = attached(pair, *sources)
+    peer, _ = attached(*pair, *sources)
     next_begun, copy = threading.Event(), cma.read
 
     def read(pid, spans):
@@ -326,7 +300,7 @@ def test_a_thread_that_is_free_begins_the_next_read(pair, monkeypatch):
 
     end = sources[1].ctypes.data + SIZE
     monkeypatch.setattr(cma, "read", read)
-    pairs = [prepared(pair, peer, source) for source in sources]
+    pairs = [prepared(pair[1], peer, source) for source in sources]
     for reading, _ in pairs:
         reading.post()
     wait_for(*(reading for reading, _ in pairs))
@@ -336,7 +310,7 @@ def test_a_thread_that_is_free_begins_the_next_read(pair, monkeypatch):
 
 def test_closing_waits_for_what_is_being_copied(pair, monkeypatch):
     source = random_bytes(0)
-    peer = attached(pair, source)
+    peer, _ = attached(*pair, source)
     copying, go_on, closed = (threading.Event() for _ in range(3))
 
     def read(pid, spans):
@@ -345,7 +319,7 @@ def test_closing_waits_for_what_is_being_copied(pair, monkeypatch):
         assert not closed.is_set()
 
     monkeypatch.setattr(cma, "read", read)
-    reading, _ = prepared(pair, peer, source)
+    reading, _ = prepared(pair[1], peer, source)
     reading.post()
     posting = threading.Thread(target=poll, args=(reading,))
     closing = threading.Thread(target=lambda: (pair[1].close(), closed.set()))

@@ -15,13 +15,13 @@ import threading
 
 import numpy as np
 import pytest
+from p2p.steps import attached, copied, prepared, region, span
 
 from torch_ros.errors import ClosedError, TransferFailed
 from torch_ros.p2p import copying as copying_module
 from torch_ros.p2p import mapped, near
 from torch_ros.p2p.memory import MemoryTransport
-from torch_ros.p2p.near import NearTransfer, NearTransport
-from torch_ros.spans import Region
+from torch_ros.p2p.near import NearTransport
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -68,14 +68,6 @@ def random_bytes(seed, size=SIZE):
     return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
 
 
-def region(array):
-    return Region(array.ctypes.data, array.nbytes)
-
-
-def span(source, target):
-    return (source.ctypes.data, target.ctypes.data, source.nbytes)
-
-
 @pytest.fixture
 def make():
     """Makes transports over the one in memory."""
@@ -95,25 +87,6 @@ def make():
 def pair(make):
     """A source and a reader."""
     return make(), make()
-
-
-def attached(source, reader, *arrays):
-    registration = source.register([region(array) for array in arrays])
-    peer = reader.connect(source.connection)
-    peer.attach(registration.descriptor)
-    return peer, registration
-
-
-def prepared(reader, peer, *sources):
-    """A read of all of `sources`, and where it lands."""
-    targets = [np.zeros_like(source) for source in sources]
-    reader.register([region(target) for target in targets])
-    rows = [span(*each) for each in zip(sources, targets, strict=True)]
-    return peer.prepare(np.array(rows, np.uint64)), targets
-
-
-def copied(read):
-    return read.copied_bytes if isinstance(read, NearTransfer) else 0
 
 
 def arrives(read, targets, *sources):
