@@ -134,6 +134,25 @@ def opened(endpoint, opened_with):
         handle.close(linger_s=0)
 
 
+@pytest.fixture
+def asked(endpoint, capsys):
+    """Runs a command: its exit code, and what it has printed on either stream."""
+
+    def ask(*arguments):
+        from torch_ros.cli import main
+
+        code = main.main(["--endpoint", endpoint, *map(str, arguments)])
+        return code, *capsys.readouterr()
+
+    return ask
+
+
+@pytest.fixture
+def url(tmp_path):
+    (tmp_path / "bucket" / "another model").mkdir(parents=True)  # an archiver was here
+    return str(tmp_path / "bucket")
+
+
 @pytest.fixture(scope="module")
 def mesh():
     """A device mesh of this process alone."""

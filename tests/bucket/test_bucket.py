@@ -16,6 +16,7 @@ import kit
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from archived import everything, same
 from kit import both_stores, read_only
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -26,7 +27,7 @@ from puppets.objects import ObjectServer
 from torch_ros import errors
 from torch_ros.bucket import archive, files, reading
 from torch_ros.bucket.archive import Archiver, Form
-from torch_ros.checkpoints.framing import INDEX, NAMES
+from torch_ros.checkpoints.framing import INDEX
 from torch_ros.checkpoints.mapped import mapped
 from torch_ros.cli import main
 from torch_ros.weights.local import build, local_chunks
@@ -34,41 +35,11 @@ from torch_ros.weights.local import build, local_chunks
 pytest.importorskip("obstore")
 
 
-def everything():
-    """A tensor of each dtype, also of those that safetensors lacks; empty, 0-d, of odd sizes."""
-    torch.manual_seed(0)
-    raw = torch.randint(0, 2, (24, 17, 16), dtype=torch.uint8)  # of bools, bits that are one
-    tensors = {str(dtype): raw.view(-1)[: 16 * 21].view(dtype) for dtype in NAMES}
-    more = {
-        "empty": torch.empty(0, 7),
-        "0-d": torch.tensor(3.5),
-        "one byte": raw.view(-1)[:1],
-        "complex128": torch.randn(3, 5, dtype=torch.complex128),
-        "nan": torch.tensor([float("nan"), -0.0, 0.0]),
-        "matrix": torch.randn(24, 30).to(torch.bfloat16),
-    }
-    return {name: tensor.clone() for name, tensor in (tensors | more).items()}
-
-
-def bits(tensor):
-    return tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor
-
-
-def same(found, expected):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        assert not tensor.numel() or torch.equal(bits(found[name]), bits(tensor)), name
+LACKING = torch.ones(3, 5, dtype=torch.complex128)  # a dtype that safetensors has not
 
 
 def zeros(tensors):
     return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-
-
-@pytest.fixture
-def url(tmp_path):
-    (tmp_path / "bucket" / "another model").mkdir(parents=True)  # an archiver was here
-    return str(tmp_path / "bucket")
 
 
 @pytest.fixture
@@ -98,7 +69,7 @@ endpoint = pytest.fixture(kit.store)  # in memory, where nothing else is said
 
 @both_stores
 def test_a_version_comes_back_bit_for_bit_when_everybody_has_gone(archived, bucket):
-    tensors = everything()
+    tensors = everything(complex128=LACKING)
     written = archived(7, tensors)
     assert (written.version, written.tensor_count) == (7, len(tensors))
     assert bucket.list() == {7: "full"}
@@ -124,7 +95,7 @@ def test_a_writer_leaves_its_marker_before_anything_else(opened, archived, bucke
 
 @pytest.mark.parametrize("file_bytes", [1, 700, 10**9])
 def test_tools_of_others_read_the_folder(archived, bucket, url, tmp_path, file_bytes):
-    tensors = everything()
+    tensors = everything(complex128=LACKING)
     archived(7, tensors, form=Form(file_bytes=file_bytes))
     [folder] = {path.parent for path in (tmp_path / "bucket").rglob("*.safetensors")}
     plain = mapped(folder)
@@ -656,15 +627,6 @@ def test_a_manifest_of_somebody_else_stops_nobody_and_goes_when_it_is_old(
     assert bucket.store.get(f"{bucket.root}/{oldest}") is None
     found = {"a": torch.zeros(5)}
     assert bucket.load(found, 9) == 9 == found["a"][0]
-
-
-@pytest.fixture
-def asked(endpoint, capsys):
-    def ask(*arguments):
-        code = main.main(["--endpoint", endpoint, *map(str, arguments)])
-        return code, *capsys.readouterr()
-
-    return ask
 
 
 @pytest.mark.long

@@ -9,9 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from archived import bits, everything, same
 from kit import memory
 from safetensors import safe_open
-from test_bucket import bits, everything, same, zeros
+from test_bucket import zeros
 
 import torch_ros.bucket
 from torch_ros.bucket import deltas, files

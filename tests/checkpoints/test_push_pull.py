@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from archived import everything, same
 from kit import until
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -30,33 +31,6 @@ from torch_ros.cli import main, moving
 from torch_ros.errors import FolderError, UsageError
 
 DTYPES = list(NAMES)
-
-
-def everything():
-    """A tensor of each dtype; empty, 0-d, and of odd sizes."""
-    torch.manual_seed(0)
-    raw = torch.randint(0, 2, (24, 17, 16), dtype=torch.uint8)  # of bools, bits that are one
-    tensors = {str(dtype): raw.view(-1)[: 16 * 21].view(dtype) for dtype in DTYPES}
-    more = {"empty": torch.empty(0, 7), "0-d": torch.tensor(3.5), "one byte": raw.view(-1)[:1]}
-    return {name: tensor.clone() for name, tensor in (tensors | more).items()}
-
-
-def same(found, expected):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        if tensor.numel():
-            bits = [each.contiguous().view(-1).view(torch.uint8) for each in (found[name], tensor)]
-            assert torch.equal(*bits), name
-
-
-@pytest.fixture
-def asked(endpoint, capsys):
-    def ask(*arguments):
-        code = main.main(["--endpoint", endpoint, *map(str, arguments)])
-        return code, *capsys.readouterr()
-
-    return ask
 
 
 @pytest.mark.parametrize("form", ["safetensors", "dcp"])

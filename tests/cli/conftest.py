@@ -6,19 +6,7 @@ from contextlib import closing
 import pytest
 from crowd import Crowd
 
-from torch_ros.cli import main
 from torch_ros.store.endpoint import connect
-
-
-@pytest.fixture
-def asked(endpoint, capsys):
-    """Runs a command: its exit code, and what it has printed on either stream."""
-
-    def ask(*arguments):
-        code = main.main(["--endpoint", endpoint, *arguments])
-        return code, *capsys.readouterr()
-
-    return ask
 
 
 @pytest.fixture

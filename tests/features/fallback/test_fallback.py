@@ -45,12 +45,6 @@ def patient():
 
 
 @pytest.fixture
-def url(tmp_path):
-    (tmp_path / "bucket" / "another model").mkdir(parents=True)  # an archiver was here
-    return str(tmp_path / "bucket")
-
-
-@pytest.fixture
 def archived(opened, url):
     """Publishes each content under its number, archives it, and is gone; the name of its run."""
 
