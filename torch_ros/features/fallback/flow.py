@@ -1,12 +1,14 @@
 """A bucket below all runs, as one rank falls back to it: docs/protocol/fallback.md."""
 
+from __future__ import annotations
+
 import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import (
@@ -17,7 +19,6 @@ from torch_ros.errors import (
     TorchRosError,
     UnreadableVersion,
 )
-from torch_ros.features.fallback.below import BucketBelow
 from torch_ros.features.fallback.rules import (
     NAME,
     Quiet,
@@ -45,6 +46,9 @@ from torch_ros.transfer.mailbox import Digests
 from torch_ros.transfer.meter import Meter
 from torch_ros.transfer.registered import finish_kernels
 
+if TYPE_CHECKING:
+    from torch_ros.features.fallback.stored import FallbackBucket
+
 T = TypeVar("T")
 log: logging.Logger = log_of(__name__)
 
@@ -55,14 +59,14 @@ RUN_S = 10.0  # `open` waits as long for the name of a run, which it can do with
 class Fallback(Feature):
     """The bucket that `open` was given, below all runs, for one shard."""
 
-    def __init__(self, shard: Shard, below: BucketBelow) -> None:
+    def __init__(self, shard: Shard, below: FallbackBucket) -> None:
         self._shard, self.below = shard, below
 
-    def supplier(self, spec: Spec, deadline: Deadline) -> "FallingBack":
+    def supplier(self, spec: Spec, deadline: Deadline) -> FallingBack:
         return FallingBack(self._shard, self.below, spec, deadline)
 
 
-def bucket_below(url: str, model: str) -> BucketBelow | None:
+def bucket_below(url: str, model: str) -> FallbackBucket | None:
     """The bucket below a model's runs; None: no URL is given.
 
     Raises: UsageError: It is no URL of a store, or the extra `bucket` is not installed.
@@ -74,7 +78,7 @@ def bucket_below(url: str, model: str) -> BucketBelow | None:
     return FallbackBucket(url, model)
 
 
-def asks_for(below: BucketBelow | None, deadline: Deadline) -> dict[str, Any]:
+def asks_for(below: FallbackBucket | None, deadline: Deadline) -> dict[str, Any]:
     """The fields of an applicant for a seat that falls back to that bucket."""
     return {} if below is None else {"find_former_run": partial(newest_run, below, deadline)}
 
@@ -87,7 +91,7 @@ class FallingBack:
 
     called: str = "a bucket"
 
-    def __init__(self, shard: Shard, below: BucketBelow, spec: Spec, deadline: Deadline) -> None:
+    def __init__(self, shard: Shard, below: FallbackBucket, spec: Spec, deadline: Deadline) -> None:
         self._shard, self._below, self._deadline = shard, below, deadline
         self.where: str = below.url
         ledger = shard.group.ledger
@@ -200,7 +204,7 @@ class FallingBack:
         """Fill the registered tensors with what was decided, and show them. The word is clear.
 
         Raises:
-            BucketError, UnreadableVersion, ManifestMismatch: As `StoredContents.fill`.
+            BucketError, UnreadableVersion, ManifestMismatch: As `BucketVersion.fill`.
         """
         shard = self._shard
         shard.digests = Digests()  # those that are shown are of what was here before
@@ -273,7 +277,7 @@ class FallingBack:
         return True
 
 
-def newest_run(below: BucketBelow, deadline: Deadline) -> tuple[int, str]:
+def newest_run(below: FallbackBucket, deadline: Deadline) -> tuple[int, str]:
     """The number and the name of the bucket's newest run; (0, ""): none, or it does not answer."""
     brief = Deadline(deadline.what, min(RUN_S, deadline.left_s()), check_open=deadline.check_open)
     try:

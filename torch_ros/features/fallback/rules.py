@@ -1,6 +1,6 @@
 """A bucket below all runs: docs/protocol/fallback.md. Pure."""
 
-from typing import Protocol
+from dataclasses import dataclass
 from zlib import crc32
 
 from msgspec.structs import replace
@@ -33,23 +33,15 @@ def knows(bucket: object) -> dict[str, list[str]]:
     return {} if bucket is None else {"knows": [NAME]}
 
 
-class Stored(Protocol):
+@dataclass(frozen=True, slots=True)
+class Stored:
     """A version that a bucket has in full."""
 
-    @property
-    def manifest(self) -> str:
-        """Its key, which no other attempt to write it has."""
-
-    @property
-    def version(self) -> int: ...
-    @property
-    def uid(self) -> str: ...
-    @property
-    def layout(self) -> str:
-        """The digest of its layout."""
-
-    @property
-    def at_ms(self) -> int: ...
+    manifest: str  # its key, which no other attempt to write it has
+    version: int
+    uid: str
+    layout: str  # digest
+    at_ms: int
 
 
 def manifest_of(call: Call) -> str | None:

@@ -13,23 +13,13 @@ from torch_ros.bucket.buckets import Bucket
 from torch_ros.bucket.files import PART_BYTES, InBucket, StoredVersion, kept
 from torch_ros.bucket.reading import Look, fill_chunks
 from torch_ros.errors import ManifestMismatch, UnreadableVersion
+from torch_ros.features.fallback.rules import Stored
 from torch_ros.printable import log_of
 from torch_ros.weights.coverage import require_whole
 from torch_ros.weights.manifest import Layout, logical, require_all
 from torch_ros.weights.plan import plan
 
 log: logging.Logger = log_of(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A version that a bucket has in full."""
-
-    manifest: str  # its key, below the model's folder
-    version: int
-    uid: str
-    layout: str  # digest
-    at_ms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +37,9 @@ class BucketVersion:
 
 
 class FallbackBucket:
-    """The bucket of `torch_ros.open(..., bucket=url)`. Any thread may call it.
+    """The bucket of `torch_ros.open(..., bucket=url)`, below all runs.
 
-    Its users see it as `below.BucketBelow`, which says more.
+    Any thread may call it; a call lasts as long as the store.
     """
 
     url: str
@@ -69,8 +59,13 @@ class FallbackBucket:
         is_full = bool(alive) and alive[0].kind == "full"
         return (alive[0].run_number, alive[0].run) if is_full else (0, "")
 
-    def choose(self, layout: Layout, avoided: Collection[str], *, is_alone: bool) -> Choice | None:
-        """The newest version that is there in full, and fits these tensors; None: there is none.
+    def choose(self, layout: Layout, avoided: Collection[str], *, is_alone: bool) -> Stored | None:
+        """The newest version that is there in full, and fits; None: there is none.
+
+        Args:
+            layout: A rank's registered tensors, all of which the version has to have.
+            avoided: Keys of manifests that are passed over.
+            is_alone: They have to be all that the version has, too.
 
         Raises:
             UnreadableVersion: There is none, but one whose manifest cannot be read.
@@ -121,7 +116,7 @@ class FallbackBucket:
         return BucketVersion(self._bucket, of, stored)
 
 
-def _fitting(of: InBucket, stored: StoredVersion, layout: Layout, *, is_alone: bool) -> Choice:
+def _fitting(of: InBucket, stored: StoredVersion, layout: Layout, *, is_alone: bool) -> Stored:
     """Raises: ManifestMismatch: These tensors are others; or, alone, not all of the version."""
     if stored.left_out:
         what, expected = f"version {of.version}", "tensors only"
@@ -133,4 +128,4 @@ def _fitting(of: InBucket, stored: StoredVersion, layout: Layout, *, is_alone: b
     if is_alone:
         require_all(of.version, whole, logical([layout]))
         require_whole([layout])
-    return Choice(of.key, of.version, of.uid, whole.digest, of.born_ms)
+    return Stored(of.key, of.version, of.uid, whole.digest, of.born_ms)
