@@ -31,7 +31,7 @@ class StagedDeltas:
     @property
     def line(self) -> str:
         """How much has changed, and has come."""
-        return f"{self.read.changed} elements in {self.read.bytes_read / 1e6:.1f} MB"
+        return f"{self.read.changed} elements in {self.read.reads.bytes_read / 1e6:.1f} MB"
 
     def apply(self, progress: Progress) -> Via | None:
         """All of them, or the target is to be read in full."""
@@ -40,8 +40,8 @@ class StagedDeltas:
         except MemoryError:
             log.warning("%s: there is too little memory to apply deltas", self.what)
             return None
-        progress.fill(self.read.bytes_read)
-        progress.ways.update(self.read.ways)
+        progress.fill(self.read.reads.bytes_read)
+        progress.ways.update(self.read.reads.ways)
         return Via("delta", self.base, self.read.links, self.read.changed)
 
 

@@ -69,17 +69,8 @@ class DeltaRead:
     ) -> None:
         self._feed, self._target = supply.feed, target
         self._rank, self._costs, self._deadline = rank, costs, deadline
-        self._reads = SideRead(room, supply, target.bytes_total, deadline)
+        self.reads = SideRead(room, supply, target.bytes_total, deadline)
         self.links = self.changed = 0
-
-    @property
-    def bytes_read(self) -> int:
-        return self._reads.bytes_read
-
-    @property
-    def ways(self) -> Mapping[str, int]:
-        """How many of these bytes came by each."""
-        return self._reads.ways
 
     @cached_property
     def _pieces(self) -> tuple[Piece, ...]:
@@ -135,7 +126,7 @@ class DeltaRead:
         places = [SourceSpan(rank, manifests[rank][1].more[NAME], TABLE_BYTES) for rank in ranks]
         until_s = time.monotonic() + TORN_S
         while True:
-            landed = [DeltaTable.decode(content.tobytes()) for content in self._reads.land(places)]
+            landed = [DeltaTable.decode(content.tobytes()) for content in self.reads.land(places)]
             tables = {n: table for n, table in zip(ranks, landed, strict=True) if table is not None}
             if len(tables) == len(ranks):
                 return tables
@@ -169,7 +160,7 @@ class DeltaRead:
             DeltaWork(staged_bytes, self.changed, self.links * len(self._pieces))
         ):
             return None
-        arrays = self._reads.land(places)
+        arrays = self.reads.land(places)
         self._certify(chains)
         staged: dict[tuple[int, int], list[Delta]] = {}
         for (link, chunk, segments), gaps, values in zip(
@@ -183,7 +174,7 @@ class DeltaRead:
 
     def _certify(self, ranks: Iterable[int]) -> None:
         """All that was read of these ranks is what they had under the mark of the source."""
-        self._reads.certify(ranks)
+        self.reads.certify(ranks)
 
     def _heads(self, chains: Mapping[int, Chain]) -> list[_Link]:
         layouts = self._feed.layouts
@@ -196,7 +187,7 @@ class DeltaRead:
             entry.require_head_fits(layouts[rank])
         return [
             _Link(rank, entry, DeltaHead.decode(content.tobytes(), entry, layouts[rank]))
-            for (rank, entry), content in zip(entries, self._reads.land(places), strict=True)
+            for (rank, entry), content in zip(entries, self.reads.land(places), strict=True)
         ]
 
     # Applying
