@@ -2,42 +2,16 @@
 
 import threading
 
+import going_on
 import pytest
 import torch
+from going_on import go_on, on_all, publisher
 
 from torch_ros.errors import CallMismatch, CorruptWeights, SourceLost, VersionNotFound
 from torch_ros.shard import updating
 from torch_ros.shard.replication import Replication
 
-WAIT_S = 20
-
-
-def publisher(opened, version=1, name="trainer"):
-    handle = opened(name)
-    handle.register({"w": torch.full((8,), float(version))})
-    handle.publish(version)
-    return handle
-
-
-def go_on(trainer, version):
-    trainer.unpublish()
-    trainer._shard.tensors.registered.memory[0].fill_(version)
-    trainer.publish(version)
-
-
-@pytest.fixture
-def replica(ranks):
-    """The ranks of a rollout, each with a row of its tensor."""
-    handles = ranks("rollout")
-    for handle in handles:
-        handle.register({"w": torch.zeros(8)})
-    return handles
-
-
-def on_all(pool, handles, call):
-    """The answers of all ranks, or their errors."""
-    each = [pool.submit(call, handle) for handle in handles]
-    return [one.exception(WAIT_S) or one.result() for one in each]
+replica = pytest.fixture(going_on.replica)
 
 
 @pytest.mark.parametrize("version", ["latest", "latest-1", 1])
@@ -80,8 +54,7 @@ def test_ranks_that_differ_about_what_is_missing_are_told(pool, replica):
 
 
 def test_what_went_while_it_was_read_is_not_missing(opened, monkeypatch):
-    trainer, rollout = publisher(opened), opened("rollout")
-    rollout.register({"w": torch.zeros(8)})
+    trainer, rollout = publisher(opened), opened("rollout", {"w": torch.zeros(8)})
     commit = Replication._commit
 
     def commit_badly(self, call):
@@ -98,8 +71,7 @@ def test_what_went_while_it_was_read_is_not_missing(opened, monkeypatch):
 def test_missing_is_not_lost(opened, monkeypatch):
     """A source that fails is an error still: there was one."""
     publisher(opened)
-    rollout = opened("rollout")
-    rollout.register({"w": torch.zeros(8)})
+    rollout = opened("rollout", {"w": torch.zeros(8)})
 
     def lost(*_):
         raise SourceLost("trainer", "it is gone", 0, 0)
@@ -110,10 +82,8 @@ def test_missing_is_not_lost(opened, monkeypatch):
 
 
 def test_what_an_update_has_read_along_serves_no_later_call(opened, monkeypatch):
-    trainer, rollout = publisher(opened), opened("rollout")
-    rollout.register({"w": torch.zeros(8)})
-    other = opened("other")
-    other.register({"w": torch.zeros(8)})
+    trainer, rollout = publisher(opened), opened("rollout", {"w": torch.zeros(8)})
+    other = opened("other", {"w": torch.zeros(8)})
     rollout.update()
     go_on(trainer, 2)
     other.update()
@@ -131,8 +101,7 @@ def test_what_an_update_has_read_along_serves_no_later_call(opened, monkeypatch)
 
 
 def test_an_update_that_goes_does_not_read_for_its_replicate(opened, monkeypatch):
-    trainer, rollout = publisher(opened), opened("rollout")
-    rollout.register({"w": torch.zeros(8)})
+    trainer, rollout = publisher(opened), opened("rollout", {"w": torch.zeros(8)})
     rollout.update()
     go_on(trainer, 2)
     kv, reads = rollout._shard.group.kv, []

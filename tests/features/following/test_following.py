@@ -7,8 +7,10 @@ import time
 from collections import Counter
 from contextlib import suppress
 
+import going_on
 import pytest
 import torch
+from going_on import WAIT_S, go_on, on_all, publisher
 from kit import until
 
 import torch_ros
@@ -25,37 +27,9 @@ from torch_ros.shard.replication import replicate_if_there
 from torch_ros.store import run
 from torch_ros.store.txn import whole
 
-WAIT_S, SOON_S = 20, 8
-
+SOON_S = 8
 pytestmark = pytest.mark.usefixtures("quick_looks")
-
-
-def publisher(opened, version=1, name="trainer", **options):
-    handle = opened(name, **options)
-    handle.register({"w": torch.full((8,), float(version))})
-    handle.publish(version)
-    return handle
-
-
-def go_on(trainer, version):
-    trainer.unpublish()
-    trainer._shard.tensors.registered.memory[0].fill_(version)
-    trainer.publish(version)
-
-
-@pytest.fixture
-def replica(ranks):
-    """The ranks of a rollout, each with a row of its tensor."""
-    handles = ranks("rollout")
-    for handle in handles:
-        handle.register({"w": torch.zeros(8)})
-    return handles
-
-
-def on_all(pool, handles, call):
-    """The answers of all ranks, or their errors."""
-    each = [pool.submit(call, handle) for handle in handles]
-    return [one.exception(WAIT_S) or one.result() for one in each]
+replica = pytest.fixture(going_on.replica)
 
 
 @pytest.fixture(autouse=True)
@@ -82,8 +56,7 @@ def until_waiting(monkeypatch):
 
 @pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
 def test_an_update_that_has_given_up_what_it_held_does_not_say_no(opened, monkeypatch):
-    trainer, rollout = publisher(opened), opened("rollout")
-    rollout.register({"w": torch.zeros(8)})
+    trainer, rollout = publisher(opened), opened("rollout", {"w": torch.zeros(8)})
     rollout.replicate()
     trainer.unpublish()
     trainer.publish(2)
@@ -192,15 +165,13 @@ def test_followers_get_each_version_until_one_of_them_is_told_to_stop(
 
 def test_who_is_told_before_it_begins_gets_nothing(opened):
     publisher(opened)
-    rollout = opened("rollout")
-    rollout.register({"w": torch.zeros(8)})
+    rollout = opened("rollout", {"w": torch.zeros(8)})
     assert list(rollout.follow(stop=lambda: True)) == []
     assert rollout.version is None
 
 
 def test_a_loop_that_is_left_leaves_nothing_behind(opened):
-    trainer, rollout = publisher(opened), opened("rollout")
-    rollout.register({"w": torch.zeros(8)})
+    trainer, rollout = publisher(opened), opened("rollout", {"w": torch.zeros(8)})
     for _ in rollout.follow():
         break
     go_on(trainer, 2)
@@ -217,8 +188,7 @@ def test_a_loop_that_is_left_leaves_nothing_behind(opened):
 
 def test_a_body_may_call_the_handle(opened):
     """No call is open between two versions."""
-    trainer, rollout = publisher(opened), opened("rollout")
-    rollout.register({"w": torch.zeros(8)})
+    trainer, rollout = publisher(opened), opened("rollout", {"w": torch.zeros(8)})
     seen = []
     for version in rollout.follow(stop=lambda: len(seen) == 3):
         seen.append(version)
@@ -229,8 +199,7 @@ def test_a_body_may_call_the_handle(opened):
 
 def test_a_follower_whose_handle_is_closed_is_told(opened, pool, until_waiting):
     publisher(opened)
-    rollout = opened("rollout")
-    rollout.register({"w": torch.zeros(8)})
+    rollout = opened("rollout", {"w": torch.zeros(8)})
     [follower] = follow_all(pool, [rollout], [None])
     until(lambda: rollout.version == 1)
     until_waiting(rollout)
@@ -254,8 +223,7 @@ def test_ctrl_c_ends_a_follower_and_its_peers(opened, pool, replica, until_waiti
 
 def test_a_follower_goes_on_after_its_seat_was_lost(opened, pool, until_waiting):
     trainer, stop = publisher(opened), threading.Event()
-    rollout = opened("rollout")
-    rollout.register({"w": torch.zeros(8)})
+    rollout = opened("rollout", {"w": torch.zeros(8)})
     [follower] = follow_all(pool, [rollout], [stop])
     until(lambda: rollout.version == 1)
     until_waiting(rollout)
@@ -271,8 +239,7 @@ def test_a_follower_goes_on_after_its_seat_was_lost(opened, pool, until_waiting)
 def test_what_cannot_be_read_is_tried_again_some_times(opened, monkeypatch):
     trainer, failing = publisher(opened), flow.LOSSES_MAX - 1
     monkeypatch.setattr(flow, "PAUSE_TTLS", 0.0)
-    rollout = opened("rollout")
-    rollout.register({"w": torch.zeros(8)})
+    rollout = opened("rollout", {"w": torch.zeros(8)})
 
     def lost(*args):
         nonlocal failing
@@ -494,8 +461,7 @@ def watcher(handle):
 
 def test_who_waits_hears_that_it_was_replaced(opened, pool, until_waiting, monkeypatch):
     monkeypatch.setattr(run, "REMIND_S", 1000.0)
-    rollout = opened("rollout")
-    rollout.register({"w": torch.zeros(8)})
+    rollout = opened("rollout", {"w": torch.zeros(8)})
     waiting = pool.submit(rollout.update, wait_s=10 * WAIT_S)
     until_waiting(rollout)
     opened("rollout")
