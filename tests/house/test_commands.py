@@ -55,7 +55,6 @@ RUN = {  # the beginning of a command: the test that runs it, and words by which
     "export ETCDCTL_": ("tests/test_operations.py", "An etcd of your own"),
     "python trainer.py": ("tests/processes/test_tutorial.py", "trainer.py"),
     "python rollout.py": ("tests/processes/test_tutorial.py", "rollout.py"),
-    "torchrun --standalone": ("tests/processes/test_tutorial.py", '"torchrun"'),
     "until torchrun": ("tests/processes/test_tutorial.py", '"until torchrun"'),
     "examples/torchrun_elastic.sh": ("tests/processes/test_elastic_example.py", "COMMAND"),
     "make demo-vllm": ("tests/engines/vllm/test_grpo_example.py", "grpo_with_vllm.py"),

@@ -109,24 +109,13 @@ def test_a_rollout_follows_and_comes_back(reader):
         read_until(trainer, "version 5: loss")
 
 
-@pytest.mark.timeout(240)
-def test_a_rollout_reads_what_ranks_save(reader):
-    reader.come_to(2)
-    commands = reader.commands
-    reader.come_to(4)
-    reader.commands += commands
-    with reader.running("torchrun") as trainer, reader.running("python rollout.py") as rollout:
-        read_until(trainer, "version 2: loss")
-        follow_to(rollout, 3)
-
-
 @pytest.mark.timeout(300)
 def test_a_trainer_that_is_killed_goes_on_from_a_rollout(reader):
     reader.come_to(2)
     follow = next(line for line in reader.commands if "rollout.py" in line)
-    reader.come_to(6)
-    watch = reader.commands
     reader.come_to(5)
+    watch = reader.commands
+    reader.come_to(4)
     reader.commands += [follow, *watch]
     with reader.running("until torchrun") as trainer, reader.running("rollout.py") as rollout:
         read_until(trainer, "begins after version 0")
