@@ -1,4 +1,5 @@
 """Calls as coroutines: the loop goes on, and a task that is cancelled leaves nothing behind."""
+# needs features following
 
 import asyncio
 import threading

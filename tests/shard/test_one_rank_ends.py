@@ -3,7 +3,7 @@
 A trace function raises at the n-th line that a rank executes in the package, for n all over the
 call. INTERRUPTS=1000 tries that many moments of each call.
 """
-# needs features reading
+# needs features following, reading
 
 import linecache
 import os

@@ -117,12 +117,14 @@ CALLS = {  # on one rank, as on the other one; and its error
     "publish_copy": (lambda h: copy_of(h, "7"), lambda h: copy_of(h, 7), "expected an int"),
     "replicate": (lambda h: h.replicate("newest"), lambda h: h.replicate(9), "'newest'"),
     "update": (lambda h: h.update("newest"), lambda h: h.update(), "'newest'"),
+    # feature following {
     "update that waits": (
         lambda h: h.update(wait_s=-1),
         lambda h: h.update(wait_s=TIMEOUT_S),
         "wait_s",
     ),
     "follow": (lambda h: h.follow("newest"), lambda h: next(h.follow()), "'newest'"),
+    # } following
     "read": (lambda h: read(h, "newest"), lambda h: read(h, "latest"), "'newest'"),
     "stream": (lambda h: streamed(h, "newest"), lambda h: streamed(h, 9), "'newest'"),
     "install": (lambda h: installed(h, "newest"), lambda h: installed(h, "latest"), "'newest'"),
