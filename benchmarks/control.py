@@ -30,6 +30,7 @@ from harness import etcd_at
 from report import Row, machine, table
 
 from torch_ros.deadline import Deadline
+from torch_ros.features.retention.copying import LastCopies
 from torch_ros.protocol import calls as rules
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.group import Group, GroupTask
@@ -111,7 +112,7 @@ def place(keys: Keys, name: str, rank: int = 0, world_size: int = 1) -> Applican
         run=None,
         datacenter="default",
         spot=False,
-        retain=(),
+        keeper=LastCopies(),
         ttl_s=30,
         drain_s=60.0,
         shard=ShardRecord("host", rank, CARD),
@@ -175,10 +176,9 @@ def update(group: Group, held: VersionRef) -> VersionRef | None:
 
 def unpublish(group: Group, ref: VersionRef) -> None:
     asked = Asked("unpublish", ref.version)
-    shard = ShardRecord("host", group.seat.rank, CARD)
 
     def body(call: GroupCall) -> None:
-        call.unpublish(ref, lambda _: shard)
+        call.unpublish(ref)
 
     group.make(GroupTask("unpublish", asked, Deadline(f"{asked}", CALL_S), body))
 

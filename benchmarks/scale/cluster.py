@@ -38,9 +38,9 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import ClosedError
 from torch_ros.face import handle, opening
 from torch_ros.face.identity import Identity
+from torch_ros.features.retention import host_copies
 from torch_ros.protocol import group
 from torch_ros.protocol.records import Record
-from torch_ros.shard import host_copies
 from torch_ros.store.txn import Put, Read, Reply, Txn, View, Watch
 from torch_ros.transfer import batches, stall
 

@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 
 from torch_ros.errors import BackendError, TorchRosError
 from torch_ros.features.pace.rules import SlowOnes
+from torch_ros.features.retention import copying
+from torch_ros.features.retention.copying import CopiedPart, LastCopies
+from torch_ros.features.retention.rules import keeping
 from torch_ros.protocol import calls, membership, records, sources, unpublish
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.applicant import Applicant
+from torch_ros.protocol.keeping import GivenUp
 from torch_ros.protocol.keys import Keys
-from torch_ros.protocol.retention import GivenUp, keeping
 from torch_ros.protocol.seat import Seat
-from torch_ros.protocol.unpublish import CopiedPart
 from torch_ros.protocol.versions import Spec, listing, resolve
 from torch_ros.store.loops import Act, Done, Wait, WaitAtMost
 from torch_ros.store.txn import Entry, View
@@ -68,7 +70,8 @@ OTHERS = {
     MODEL.ready(OWN, 1, 7): records.Ready("L"),
 }
 EVERY = (*MINE.items(), *WELL.items(), *OTHERS.items())
-SEAT = Seat(MODEL, "r", "1", 0, 1, "run", 1, 7, "default", False, 60.0, leaves=SlowOnes())
+RULED = {"leaves": SlowOnes(), "keeper": LastCopies()}
+SEAT = Seat(MODEL, "r", "1", 0, 1, "run", 1, 7, "default", False, 60.0, **RULED)
 WHO = Applicant(
     MODEL, "n", 0, 1, SHARD, None, "default", False, lease_id=9, nonce="2", fresh_run="fresh"
 )
@@ -187,8 +190,8 @@ RULES = {
     "unpublish": lambda view: unpublish.unpublish(
         view, SEAT, records.Call(3, "unpublish", records.Asked("unpublish"), 0), REF
     ),
-    "copied": lambda view: unpublish.copied(view, SEAT, KEPT, CopiedPart("r+3@1", 3, SHARD)),
-    "release": lambda view: unpublish.release(view, SEAT, REF, OWN),
+    "copied": lambda view: copying.copied(view, SEAT, KEPT, CopiedPart("r+3@1", 3, SHARD)),
+    "release": lambda view: copying.release(view, SEAT, REF, OWN),
     "abort": lambda view: calls.abort(
         view,
         SEAT,

@@ -164,7 +164,7 @@ def files_that_write_words():
 
 def test_one_file_decides_when_the_word_is_set_and_cleared():
     told = {"transfer/feed.py"}  # the blocks of a read, as they come
-    copies = {"shard/host_copies.py"}  # each has a mailbox of its own, with one content
+    copies = {"features/retention/host_copies.py"}  # each has a mailbox, with one content
     assert set(files_that_write_words()) == {"shard/word.py", *told, *copies}
 
 

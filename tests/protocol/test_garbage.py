@@ -5,6 +5,7 @@ import uuid
 
 import pytest
 import torch
+from features.retention.kept import copies_of
 from kit import inside
 
 import torch_ros
@@ -82,7 +83,7 @@ def test_a_holding_whose_value_names_another_datacenter_is_nobodys(caplog):
         model.put(f"holdings/{trainer.run}/{1:020d}/default/z@1", held.encode())
         assert rollout.list() == {1: {"t"}}
         trainer.unpublish()
-        assert len(inside(trainer).copies) == 1  # it is no witness
+        assert len(copies_of(trainer)) == 1  # it is no witness
         with pytest.raises(VersionConflict):  # nor a fellow publisher
             trainer.publish(1)
     assert "names the datacenter 'elsewhere'" in caplog.text

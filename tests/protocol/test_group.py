@@ -25,6 +25,7 @@ from torch_ros.errors import (
     VersionConflict,
     VersionNotFound,
 )
+from torch_ros.features.retention.copying import LastCopies
 from torch_ros.fleet import seen as seen_
 from torch_ros.protocol import calls, membership, versions
 from torch_ros.protocol import keys as keys_module
@@ -61,7 +62,6 @@ class Store:
         ttl_s=5,
         timeout_s=10,
         spot=False,
-        retain=(),
         drain_s=60,
         knows=(),
     ):
@@ -74,7 +74,7 @@ class Store:
             run=run,
             datacenter="default",
             spot=spot,
-            retain=retain,
+            keeper=LastCopies(),
             shard=ShardRecord("host", rank, b"card", knows=[*knows]),
             ttl_s=ttl_s,
             drain_s=drain_s,
@@ -169,8 +169,7 @@ def replicate(
 
 def unpublish(group, ref, timeout_s=5):
     asked = Asked("unpublish", ref.version)
-    copy = lambda name: ShardRecord("host", group.seat.rank, name.encode())
-    body = lambda call: call.unpublish(ref, copy)
+    body = lambda call: call.unpublish(ref)
     group.make(GroupTask("unpublish", asked, Deadline(f"{asked}", timeout_s), body))
 
 

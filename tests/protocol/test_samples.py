@@ -9,8 +9,10 @@ import pytest
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import TorchRosError
-from torch_ros.protocol import membership, records, retention, sources, versions
+from torch_ros.features.retention import rules as retention
+from torch_ros.protocol import membership, records, sources, versions
 from torch_ros.protocol.applicant import Applicant
+from torch_ros.protocol.keeping import GivenUp
 from torch_ros.protocol.keys import Keys, lingering_of, parse_reader
 from torch_ros.protocol.seat import Seat
 from torch_ros.protocol.versions import Spec
@@ -238,7 +240,7 @@ def any_questions(rng):
         return Done(offer.ref if offer else None)
 
     def is_kept(view):
-        dropped = retention.GivenUp(f"{name}@x", "east")
+        dropped = GivenUp(f"{name}@x", "east")
         return Done(retention.keeping(view, KEYS, held, dropped).is_needed)
 
     yield versions.spec_ranges(KEYS), resolved
@@ -274,7 +276,7 @@ def test_an_older_version_stays_whether_one_that_may_go_does_or_not(doubt, spec)
         store.put(KEYS.suspect(newer, "r3@x"), records.Suspect("slow"))
 
     def is_kept(view):
-        dropped = retention.GivenUp("r0@x", "default")
+        dropped = GivenUp("r0@x", "default")
         return Done(retention.keeping(view, KEYS, old, dropped).is_needed)
 
     assert store.settle(retention.keeping_ranges(KEYS, old, "default"), is_kept)

@@ -1,15 +1,14 @@
 """Replicas in two datacenters, in one process: what is read from whom."""
 
-import logging
 import threading
 
 import pytest
 import torch
-from kit import inside, memory
+from kit import memory
 
 from torch_ros.errors import ManifestMismatch, SourceLost, StoreUnavailable
 from torch_ros.protocol.keys import replica_of
-from torch_ros.shard import host_copies, replication
+from torch_ros.shard import replication
 from torch_ros.shard.manifests import Manifests
 from torch_ros.shard.replication import Replication
 
@@ -144,43 +143,3 @@ def test_bytes_that_were_wrong_are_not_read_of_who_fills_itself_with_them(
         goes_on.set()
         others[0].join()
     assert spoilt.last_read.source == "a"
-
-
-@pytest.fixture
-def far_reader(opened, monkeypatch):
-    """A trainer that is read from afar, and the thread of its reader, which stops in the middle."""
-    trainer, reader = opened("a", "west", drain_s=600), opened("reader", "east")
-    trainer.publish(1)
-    reads, goes_on, fetch = threading.Event(), threading.Event(), Replication._fetch
-
-    def fetched(self, *args):
-        if not reads.is_set():
-            reads.set()
-            assert goes_on.wait(60)
-        fetch(self, *args)
-
-    monkeypatch.setattr(Replication, "_fetch", fetched)
-    thread = threading.Thread(target=reader.replicate, args=(1,))
-    thread.start()
-    assert reads.wait(20)
-    yield trainer, reader, goes_on, thread
-    goes_on.set()
-    thread.join()
-
-
-def test_who_reads_from_afar_is_waited_for_where_memory_is_short(far_reader, monkeypatch, caplog):
-    trainer, reader, goes_on, thread = far_reader
-    monkeypatch.setattr(host_copies, "available_bytes", lambda: 15)
-    caplog.set_level(logging.INFO)
-    unpublishing = threading.Thread(target=trainer.unpublish)
-    unpublishing.start()
-    reader.wait(lambda versions: not versions)  # it drains
-    assert unpublishing.is_alive()
-    assert not inside(trainer).copies
-    goes_on.set()
-    unpublishing.join(20)
-    thread.join(20)
-    assert reader.version == 1
-    assert reader.last_read.reroutes == 0
-    assert "0.0 GB of host memory" in caplog.text
-    assert "also in other datacenters: no copy could be made" in caplog.text

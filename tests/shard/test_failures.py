@@ -360,36 +360,6 @@ def test_a_part_of_a_large_tensor_is_passed_on(opened, monkeypatch, pool):
     assert second.last_read.source == "first"
 
 
-def test_the_last_copy_of_a_retained_version_goes_to_host_memory_until_another_has_it(opened):
-    trainer, tensors = publisher(opened, retain=("latest",))
-    before = {fqn: tensor.clone() for fqn, tensor in tensors.items()}
-    trainer.unpublish()
-    for tensor in tensors.values():
-        tensor.fill_(666)
-    ((copy,),) = trainer.list().values()
-    assert copy.startswith("trainer+")
-    rollout, got = reader(opened, "rollout")
-    assert rollout.replicate() == 1
-    assert same(got, before)
-    until(lambda: trainer.list() == {1: {"rollout"}})
-    until(lambda: not inside(trainer).copies)
-
-
-@pytest.mark.parametrize("dtype", [torch.uint4, torch.bits8])
-def test_dtypes_that_torch_cannot_copy_are_put_aside_for_who_retains_them(opened, dtype):
-    sent = torch.arange(8, dtype=torch.uint8)
-    got = torch.zeros_like(sent)
-    trainer, rollout = opened("trainer", retain=("latest",)), opened("rollout")
-    trainer.register({"w": sent.view(dtype)})
-    trainer.publish(1)
-    trainer.unpublish()
-    expected = sent.clone()
-    sent.zero_()
-    rollout.register({"w": got.view(dtype)})
-    assert rollout.replicate() == 1
-    assert torch.equal(got, expected)
-
-
 def test_a_retained_version_is_lost_with_its_last_holder_and_the_next_publish_heals(opened):
     trainer, _ = publisher(opened, retain=("latest",))
     keeper, _ = reader(opened, "keeper", retain=("latest",))

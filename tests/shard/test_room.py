@@ -14,7 +14,6 @@ import torch
 
 import torch_ros
 from torch_ros.p2p import cgroups
-from torch_ros.shard import host_copies
 from torch_ros.shard.room import NAMES, V1, V2, available_bytes, left_in, ranks_here
 
 V1_NONE = 9223372036854771712
@@ -92,7 +91,6 @@ def test_this_host_has_some():
 
 JOB = """
 import os, pathlib, sys
-from torch_ros.shard import host_copies
 from torch_ros.shard.room import available_bytes
 (pathlib.Path(sys.argv[1]) / "cgroup.procs").write_text(str(os.getpid()))
 print(int(available_bytes()))
@@ -106,23 +104,6 @@ def own_group():
         if (Path(folder) / limit).exists():
             return Path(folder) / f"torch_ros_{os.getpid()}", limit
     return None
-
-
-def test_a_copy_for_which_there_is_no_memory_is_not_made_and_the_trainer_steps_on(
-    monkeypatch, caplog
-):
-    trainer = torch_ros.open("m", retain=("latest",), endpoint=f"memory://{uuid.uuid4().hex}")
-    trainer.register({"w": torch.ones(9)})
-    trainer.publish(1)
-    with monkeypatch.context() as patch:
-        patch.setattr(host_copies, "available_bytes", lambda: 30.0)
-        trainer.unpublish()
-    assert "may be lost, it cannot be copied: a copy takes 0.0 GB of host memory" in caplog.text
-    assert trainer.list() == {}
-    trainer.publish(2)
-    trainer.unpublish()
-    assert [*trainer.list()] == [2]
-    trainer.close(linger_s=0)
 
 
 @contextmanager

@@ -722,7 +722,7 @@ class Checks:
         process = self.world.process_of(shard)
         if (handle := process.handle) is None:
             return None
-        mailboxes = [handle._shard.mailbox, *(copy.mailbox for copy in handle._shard.copies.made)]
+        mailboxes = [handle._shard.mailbox, *(copy.mailbox for copy in process.copies.made)]
         mailboxes += [process.forerunner.mailbox] if process.forerunner else []
         shown = next((each.manifest for each in mailboxes if each.card == shard.card), None)
         return shown and shown.layout

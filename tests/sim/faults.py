@@ -14,9 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-import afar  # noqa: F401  # its scenes are among those that find faults, as are these:
-import collecting  # noqa: F401
-import here  # noqa: F401
+import collecting  # noqa: F401  # its scenes are among those that find faults, as are these:
 import msgspec
 import numpy as np
 import parts  # noqa: F401
@@ -39,7 +37,6 @@ from torch_ros.protocol import keys as keys_module
 from torch_ros.protocol import seat as seat_module
 from torch_ros.protocol.life import CallLife
 from torch_ros.protocol.meeting import Meeting
-from torch_ros.store import txn
 from torch_ros.store.loops import Act, Done, Wait, WaitAtMost
 from torch_ros.store.txn import (
     UNKNOWN,
@@ -172,7 +169,6 @@ def without_moment(op):
 fault("who completes a publication forgets when it began", "calls:complete")(
     edited(ops=without_moment)
 )
-fault("a copy forgets when its version was published", "copied")(edited(ops=without_moment))
 
 
 @instead("a rank that comes back does not know the span of its version", "Kept.of")
@@ -773,69 +769,6 @@ def _(rule, *args, **kwargs):
     return step.wait if isinstance(step, WaitAtMost) else step
 
 
-# Retention
-
-fault("the last copy is not kept", "keeping")(
-    lambda keeping: lambda *args: dataclasses.replace(keeping(*args), is_needed=False)
-)
-fault("what a copy may go for is not guarded", "keeping", scenario="retained meanwhile")(
-    lambda keeping: lambda *args: dataclasses.replace(keeping(*args), guards=())
-)
-fault("a witness may be draining", "retention:_counts", scenario="both drain")(
-    lambda counts: lambda held: counts(held) or (held.state == "draining" and not held.spot)
-)
-fault("a witness may be filling", "retention:_counts")(
-    lambda counts: lambda held: counts(held) or (held.state == "filling" and not held.spot)
-)
-fault("a spot replica is a witness", "retention:_counts", scenario="only on spot")(
-    lambda counts: lambda held: held.state == "full"
-)
-
-
-fault("a witness elsewhere is one here", "retained_here", scenario="asked meanwhile")(
-    lambda _: lambda *_: iter(())
-)
-fault("the newest version anywhere is the newest here", "_keepers", scenario="asked meanwhile")(
-    lambda keepers: lambda view, keys, _: keepers(view, keys, None)
-)
-fault(
-    "what another datacenter retains is retained here", "Keys.retains", scenario="kept elsewhere"
-)(lambda _: lambda keys, _: txn.under(f"{keys.root}/retains/"))
-
-
-@instead(
-    "who begins to retain a version here is not heard of", "keeping", scenario="asked meanwhile"
-)
-def _(keeping, *args):
-    keep = keeping(*args)
-    guards = tuple(guard for guard in keep.guards if "/retains/" not in str(guard))
-    return dataclasses.replace(keep, guards=guards)
-
-
-@fault("the own copy is the witness", "keeping")
-def _(keeping):
-    nobody = functools.partial(dataclasses.replace, inst="nobody")
-    return lambda view, keys, ref, dropped: keeping(view, keys, ref, nobody(dropped))
-
-
-@instead("a copy is offered before all ranks have theirs", "copied")
-def _(rule, view, seat, **kwargs):
-    step = rule(view, seat, **kwargs)
-    if isinstance(step, Wait):
-        return rule(view, dataclasses.replace(seat, world_size=1), **kwargs)
-    return step
-
-
-fault(
-    "a copy is offered behind the back of who ends its group", "copied", scenario="copied meanwhile"
-)(edited(ops=lambda op: None if isinstance(op, Put) and "/decisions/" in op.key else op))
-fault("a copy is never released", "release")(
-    lambda rule: lambda view, seat, ref, copy: Wait("", seat.own)
-)
-
-# Readers in other datacenters, and copies for them
-
-
 @instead(
     "a stream suspects who takes its tensors back", "LeasedSources.lose", scenario="gone in order"
 )
@@ -843,109 +776,26 @@ def _(lose, self, places, reason, **_):
     return lose(self, places, reason)
 
 
-@instead("release drains the copy under far readers", "unpublish:_reading", scenario="taken back")
-def _(reading, view, readers):
-    near, far = reading(view, readers)
-    return (near + far, []) if "+" in readers.start else (near, far)
-
-
-answers(
-    "who looks for a source is forgotten", "_is_filled_afar", value=False, scenario="last of two"
-)
-
-
-@instead("who has not come to a copy is forgotten", "release", scenario="slow to come")
-def _(rule, view, seat, ref, copy):
-    of_copy = lambda keys, run, version, _: keys.readers_of(run, version, copy)
-    with changed("Keys.readers_of_any", lambda _: of_copy):
-        return rule(view, seat, ref, copy)
-
-
 @instead("near readers are not waited for", "unpublish:_let_go", scenario="comes last")
 def _(rule, view, *args):
-    found = unpublish._reading
+    found = unpublish.near_and_far
 
     def reading(*args):
         near, far = found(*args)
         return ([], near + far) if far else (near, far)
 
-    with changed("unpublish:_reading", lambda _: reading):
+    with changed("near_and_far", lambda _: reading):
         return rule(view, *args)
 
 
 fault("a near reader may come unseen", "unpublish:_let_go", scenario="comes last")(
     edited(guards=without(NoneNewer))
 )
-answers("far readers are left with nobody", "_copy_first", scenario="taken back")
-
-
-answers("a second copy for far readers", "_has_copy", value=False, scenario="second copy")
-fault(
-    "a far reader is left because of somebody who leaves too",
-    "unpublish:_let_go",
-    scenario="last of two",
-)(edited(guards=not_on("holdings")))
-fault("a copy is made for all who read from afar", "keeping", scenario="last of two")(
-    lambda keeping: lambda *args: dataclasses.replace(keeping(*args), is_elsewhere=False)
-)
-for optional in ("no memory", "no memory for a copy"):
-    is_needed = "" if optional == "no memory" else " that is needed"
-
-    @fault(
-        f"without memory for a copy{is_needed} an unpublish fails", "do_without", scenario=optional
-    )
-    def _(_):
-        def faulty(*_, **__):
-            raise MemoryError
-
-        return faulty
-
-    @instead(
-        f"a peer's want of memory for a copy{is_needed} is not heard of",
-        "copied",
-        scenario=optional,
-    )
-    def _(rule, view, seat, **kwargs):
-        with changed("seat:find", lambda _: lambda *_: None):
-            return rule(view, seat, **kwargs)
-
-
-fault("a copy that is forgone is tried again", "_may_lose", scenario=optional)(
-    lambda _: lambda seat, _: seat.spot
-)
-answers("no copy is made of what is retained", "_may_lose", value=True, scenario="only on spot")
-
-
-@instead("what is suspected retires older ones", "_keepers", scenario="suspected newer")
-def _(keepers, *args):
-    with changed("suspects", lambda _: lambda *_: set()):
-        return keepers(*args)
-
-
-fault("what may go is gone", "_keepers", scenario="suspected before")(
-    lambda keepers: lambda *args: (keepers(*args)[0], set())
-)
-
-
-answers("what lingers is a witness", "lingers", value=False, scenario="no witness")
 
 
 fault("who reads does not know what lingers", "Source.insts", scenario="drains at the end")(
     lambda _: property(lambda self: (self.inst, self.inst))
 )
-
-
-@instead(
-    "an archiver is stayed for with what is wanted here", "_awaited", scenario="archived elsewhere"
-)
-def _(awaited, view, each, inst, keep):
-    return awaited(view, each, inst, dataclasses.replace(keep, only_in=None))
-
-
-@instead("an archiver speaks once", "Archives._say", scenario="archiver comes back")
-def _(say, self, ref, timeout_s):
-    if self._said is None or self._said[1] != ref:
-        say(self, ref, timeout_s)
 
 
 # Membership
@@ -1104,23 +954,6 @@ def _(forget, self, counted=None):
     if result is not False:
         self.held = held
     return result
-
-
-answers(
-    "the only copy is given up while etcd is away",
-    "Ledger.must_copy",
-    scenario="retained meanwhile",
-)
-
-
-@instead(
-    "a copy at each unpublish while etcd is away", "Ledger.must_copy", scenario="retained meanwhile"
-)
-def _(must_copy, self):
-    if self.unfinished is not None:
-        is_unwaited = self.unfinished.life is CallLife.UNWAITED
-        self.unfinished.life = CallLife.READY_UNWAITED if is_unwaited else CallLife.READY
-    return must_copy(self)
 
 
 @instead(

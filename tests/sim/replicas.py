@@ -20,6 +20,7 @@ from torch_ros.costs import Costs
 from torch_ros.errors import Fenced, NotAvailable, SeatLost, TorchRosError
 from torch_ros.face import opening
 from torch_ros.features.deltas.copies import DeltaOptions
+from torch_ros.features.retention.flow import Retention
 from torch_ros.shard.checkpoint import LoadRequest, SaveRequest
 from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.local import LocalChunk, LocalTensor
@@ -235,7 +236,7 @@ class Process:
         self.gave_up = self.gave_up or not self.world.is_calm
         if self.handle is not None:
             self._close()
-            assert not self.shard.copies or self._has_keepers, "copies are left after close"
+            assert not self.copies or self._has_keepers, "copies are left after close"
             self.cells[:] = -self.world.number()
         self.is_gone = True
         self.reads_from = []
@@ -348,6 +349,11 @@ class Process:
     def forerunner(self):
         """The shard of its forerunner, if that is open."""
         return self.ahead and self.ahead._shard
+
+    @property
+    def copies(self):
+        """The copies in host memory that it has put aside."""
+        return next(each for each in self.shard.features if isinstance(each, Retention)).copies
 
     @property
     def ahead(self):
@@ -634,10 +640,10 @@ class Process:
             return
         world.meet("nobody retains", self)
         until_s = world.now_s + 2 * TTL_S + self.start.drain_s + 30
-        while self.shard.copies and world.now_s < until_s:
+        while self.copies and world.now_s < until_s:
             world.sleep(4.0)
-        left = self.shard.copies and self.start.is_intact
-        assert not left, f"I6: {self} keeps {len(self.shard.copies)} copies that nobody retains"
+        left = self.copies and self.start.is_intact
+        assert not left, f"I6: {self} keeps {len(self.copies)} copies that nobody retains"
 
     def _await_release(self) -> None:
         """A copy that was fetched is let go of when a replica has the version."""

@@ -1748,14 +1748,14 @@ def retained_meanwhile(scene: Scene) -> None:
         unpublish(me)  # it sees what others retain
         publish(me, 2, 12)
         meet(me, "holds 2")
-        scene.when(lambda: not me.shard.copies, "the copy of version 1 released")
+        scene.when(lambda: not me.copies, "the copy of version 1 released")
         meet(me, "lets go of 1")
         scene.cut(me, 3 * TTL_S)
         unpublish(me)
         for step in range(3):
             publish(me, 3, 13 + step, store_wait_s=0)
             unpublish(me)
-        copies = len(me.shard.copies)
+        copies = len(me.copies)
         demand(copies == 1, f"I4: {copies} copies of an outage")
         scene.until("read")
 
@@ -2257,7 +2257,7 @@ def unpublished_meanwhile(scene: Scene) -> None:
         save(me, 6, 15)
         scene.checks.returned(me, 6)
         scene.reach(f"{me} has 6", until="read")
-        scene.when(lambda: not me.shard.copies, "the copy released", 60.0)
+        scene.when(lambda: not me.copies, "the copy released", 60.0)
 
     def read(me: Process) -> None:
         scene.until("t.1/0 has 6", "t.1/1 has 6")

@@ -3,14 +3,14 @@
 import pytest
 from planting import changed, owners
 
-from torch_ros.protocol import calls, membership, seat, unpublish
+from torch_ros.protocol import calls, membership, seat, sources
 from torch_ros.protocol.keys import Keys
 
 
 def test_a_rule_is_changed_wherever_it_is_known():
     with changed("group_txn", lambda _: "another"):
-        assert {calls.group_txn, seat.group_txn, unpublish.group_txn} == {"another"}
-    assert calls.group_txn is seat.group_txn is unpublish.group_txn != "another"
+        assert {calls.group_txn, seat.group_txn, sources.group_txn} == {"another"}
+    assert calls.group_txn is seat.group_txn is sources.group_txn != "another"
 
 
 def test_a_method_is_a_rule_of_its_class():

@@ -42,12 +42,12 @@ from torch_ros.features.deltas.table import TABLE_BYTES
 from torch_ros.features.lending import memory
 from torch_ros.features.lending.memory import LentMemory, Loan
 from torch_ros.features.pace import rates
+from torch_ros.features.retention.host_copies import HostCopy
 from torch_ros.features.seeding.rules import forerunner_of
 from torch_ros.features.tracing import spans as tracing
 from torch_ros.protocol import group, sources, versions
 from torch_ros.protocol.keys import Keys, parse_holding
 from torch_ros.protocol.records import Call, Record
-from torch_ros.shard.host_copies import HostCopy
 from torch_ros.store import loops, run, session, txn
 from torch_ros.store.txn import Watch
 from torch_ros.transfer import reading

@@ -13,16 +13,13 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import DeadlineExceeded, SourceLost
 from torch_ros.features.huge_pages.pages import HugePages
 from torch_ros.p2p.memory import MemoryPeer, MemoryTransport
-from torch_ros.protocol.records import Kept, VersionRef
-from torch_ros.shard import host_copies as copies
 from torch_ros.shard.beside import Dropped
-from torch_ros.shard.host_copies import HostCopy
 from torch_ros.shard.tensors import Tensors
 from torch_ros.transfer import mailbox as mailbox_module
 from torch_ros.transfer import posting
 from torch_ros.transfer.card import ALL_BLOCKS, Word
 from torch_ros.transfer.feed import Progress
-from torch_ros.transfer.mailbox import Digests, Mailbox
+from torch_ros.transfer.mailbox import Mailbox
 from torch_ros.transfer.peers import Peers
 from torch_ros.transfer.posting import TRANSFER_BYTES, Watcher, cut, perform
 from torch_ros.transfer.registered import LocalState
@@ -133,22 +130,6 @@ def test_a_manifest_that_ctrl_c_left_half_written_is_written_again(monkeypatch):
         trainer.publish(4)
         assert rollout.replicate() == 4
         assert torch.equal(got, sent)
-
-
-def test_a_copy_that_cannot_be_shown_leaves_no_registration(monkeypatch):
-    transport = MemoryTransport()
-    target = LocalState(local_chunks({"w": torch.ones(3)}), {}, {})
-    kept = Kept(VersionRef("run", 1, "0" * 16, 1), 1, "L", is_original=True)
-    before = len(transport.registrations)
-
-    def pressed(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(copies.Mailbox, "show_digests", pressed)
-    with pytest.raises(KeyboardInterrupt):
-        HostCopy(transport, target.layout, target.memory, kept, 1, Digests(), HugePages())
-    assert len(transport.registrations) == before
-    transport.close()
 
 
 def test_an_offer_in_the_place_of_one_that_is_gone_is_found():

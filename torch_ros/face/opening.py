@@ -26,6 +26,8 @@ from torch_ros.features.installs.records import Install  # feature installs
 from torch_ros.features.lending.buffers import lend  # feature lending
 from torch_ros.features.pace.judging import Pacing  # feature pace
 from torch_ros.features.pace.rules import SlowOnes  # feature pace
+from torch_ros.features.retention.copying import LastCopies  # feature retention
+from torch_ros.features.retention.flow import Retention  # feature retention
 from torch_ros.features.seeding.forerunner import Forerunner  # feature seeding
 from torch_ros.features.seeding.near_first import NearFirst  # feature seeding
 from torch_ros.features.seeding.rules import check_policy, forerunner_of  # feature seeding
@@ -38,9 +40,7 @@ from torch_ros.printable import log_of
 from torch_ros.protocol.applicant import Applicant
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.keys import DEFAULT_DATACENTER, OUTSIDE, Keys
-from torch_ros.protocol.retention import Wish
-from torch_ros.shard.core import Settings, Shard
-from torch_ros.shard.host_copies import shard_of
+from torch_ros.shard.core import Settings, Shard, shard_of
 from torch_ros.shard.seams import Feature
 from torch_ros.store.endpoint import connect as connect_store
 from torch_ros.transfer.mailbox import Mailbox
@@ -63,6 +63,12 @@ def _function(name: str, value: object) -> None:
         raise UsageError(f"{name}={value!r}: expected a function of two numbers")
 
 
+def _run(name: str, value: object) -> None:
+    arguments.optional(arguments.text)(name, value)
+    if value == OUTSIDE:
+        raise UsageError(f"{name}={value!r}: versions that come from a bucket have that name")
+
+
 # feature following {
 def _policy(name: str, value: object) -> None:
     if not callable(getattr(value, "choose", None)):
@@ -77,7 +83,7 @@ OPTIONS: Mapping[str, arguments.Check] = {  # of `open`
     "replica": arguments.optional(arguments.text),
     "rank": arguments.optional(arguments.whole(0, 999_998)),  # keys have six digits for it
     "world_size": arguments.optional(arguments.whole(1, 999_999)),
-    "run": arguments.optional(arguments.text),
+    "run": _run,
     "bucket": arguments.maybe_text,  # feature fallback
     "datacenter": arguments.text,
     "fabric": arguments.optional(arguments.text),
@@ -93,7 +99,7 @@ OPTIONS: Mapping[str, arguments.Check] = {  # of `open`
     "relay": arguments.yes_or_no,
     "staging_bytes": arguments.whole(0, 1 << 40),
     "costs": arguments.optional(arguments.instance(Costs)),
-    "retain": _several,
+    "retain": _several,  # feature retention
     "borrow_bytes": arguments.whole(0, 1 << 50),  # feature lending
     "huge_pages": arguments.yes_or_no,  # feature huge_pages
     "on_progress": arguments.optional(_function),
@@ -112,7 +118,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     world_size: int | None = None,
     run: str | None = None,
     bucket: str | None = None,  # feature fallback
-    retain: Sequence[str | int] = (),
+    retain: Sequence[str | int] = (),  # feature retention
     datacenter: str = DEFAULT_DATACENTER,
     fabric: str | None = None,
     wan_devices: Sequence[str] = (),
@@ -240,7 +246,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         BackendError: The store of the process group failed.
     """
     arguments.check(locals(), OPTIONS)
-    retained = tuple(str(Wish.parse(version)) for version in retain)
+    keeper = LastCopies.of(retain)  # feature retention
     way, reason = _chosen(transport)
     check_contract = check_contract or environment.value(environment.CHECK_CONTRACT) == "1"
     depth: Depth = "full" if check_contract and digests == "off" else digests
@@ -250,13 +256,13 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     # feature following {
     check_policy(policy, seeding)  # feature seeding
     # } following
-    _require_free(run)
     endpoint = endpoint or environment.value(environment.ENDPOINT) or DEFAULT_ENDPOINT
     network = Network(fabric or datacenter, tuple(wan_devices))
     means = _Means(model, endpoint, timeout_s, way, network, reason, staging_bytes, costs)
     applicant = partial(Applicant, keys=Keys(model), rank=place.rank, world_size=place.world_size)
     applicant = partial(applicant, run=run, datacenter=datacenter, ttl_s=ttl_s, drain_s=drain_s)
-    own = partial(applicant, shared_nonce=place.nonce or "", spot=spot, retain=retained)
+    own = partial(applicant, shared_nonce=place.nonce or "", spot=spot)
+    own = partial(own, keeper=keeper)  # feature retention
     says: dict[str, Any] = {}  # in the shard's record
     # feature fallback {
     below = bucket_below(environment.value(environment.BUCKET) if bucket is None else bucket, model)
@@ -286,12 +292,6 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
 
 def _as_they_are(_: Transport) -> Pages:
     return Pages()
-
-
-def _require_free(run: str | None) -> None:
-    """Raises: UsageError: The name is taken."""
-    if run == OUTSIDE:
-        raise UsageError(f"run={run!r}: versions that come from a bucket have that name")
 
 
 def _serve_figures() -> None:
@@ -361,6 +361,7 @@ class _Means:
             shard.tracing = Spans(shard)  # feature tracing
             shard.attach(_Signed(sign))
             shard.attach(Pacing())  # feature pace
+            shard.attach(Retention(shard))  # feature retention
             shard.attach(Handover(shard))  # feature handover
             undo.pop_all()
         log.info("opened %r at %s, run %r", shard, kv.endpoint, group.seat.run)
@@ -395,6 +396,7 @@ class _Ahead:
         # Spot: nobody counts on a copy that is let go of when it has been used.
         there = partial(self.applicant, shared_nonce=nonce, spot=True)
         there = partial(there, run=seat.run, datacenter=seat.datacenter)
+        there = partial(there, keeper=LastCopies())  # feature retention
         return self.means.shard(place, there, settings, deadline)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch_ros.protocol.keeping import NO_KEEPER, Keeper
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.records import SeenRecord, ShardRecord
 from torch_ros.protocol.seat import NO_LEAVES, Leaves
@@ -20,11 +21,11 @@ class Applicant:
     run: str | None  # None: the newest live one; "new": a new one
     datacenter: str
     spot: bool
-    retain: tuple[str, ...] = ()
     shared_nonce: str = ""  # given to all ranks alike; "": they find each other by the name
     ttl_s: int = 10
     drain_s: float = 60.0
     leaves: Leaves = NO_LEAVES
+    keeper: Keeper = NO_KEEPER
     seen: SeenRecord | None = None  # this process, as people find it; None: as in `shard`
     prefers: str = ""  # the replica whose full copy it reads first, and alone
     find_former_run: Callable[[], tuple[int, str]] | None = None  # asks elsewhere; may take a while

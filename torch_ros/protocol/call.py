@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from torch_ros.deadline import Deadline, wall_ms
 from torch_ros.errors import (
-    BackendError,
     CallMismatch,
     Fenced,
     SeatLost,
@@ -36,7 +35,6 @@ from torch_ros.protocol.records import (
     Outcome,
     Ready,
     Said,
-    ShardRecord,
     VersionRef,
     mark,
 )
@@ -52,8 +50,6 @@ from torch_ros.store.txn import Range, Ranges, Read, View, one
 T = TypeVar("T")
 Effects = Callable[[View, Seat, Call], Step[Call]]
 """The effects that a decision writes besides itself."""
-MakeCopy = Callable[[Call], ShardRecord]
-"""Makes this rank's part of the copy in host memory that the call tells of, or says again where."""
 SumUp = Callable[[Mapping[int, str]], None]
 """Ends a call by what every rank has said."""
 Sight = tuple[Seat, View]
@@ -79,6 +75,22 @@ class Passing:
 
 
 ALONE = Passing()
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """A rank's acts beside its part in an unpublish.
+
+    Args:
+        sees: Told of each view that it is decided from.
+        acts: Does what the call, as it is recorded, asks of each rank before readers are awaited.
+    """
+
+    sees: Callable[[View], object] = lambda _: None
+    acts: Callable[[Call], object] = lambda _: None
+
+
+NO_PARTING = Parting()
 
 
 class GroupCall(Attempt):
@@ -354,18 +366,16 @@ class GroupCall(Attempt):
         # Not `self.settle`: if a peer closed after the call's good end, that end still counts.
         return self.seating.run(ended, within, self.patience, check=self._ledger.check_open)
 
-    def unpublish(self, ref: VersionRef, copy: MakeCopy, passing: Passing = ALONE) -> None:
-        """Returns once nobody reads `ref` from this replica who is to be waited for.
-
-        Args:
-            copy: Makes a copy of what this rank holds.
-        """
+    def unpublish(
+        self, ref: VersionRef, passing: Passing = ALONE, parting: Parting = NO_PARTING
+    ) -> None:
+        """Returns once nobody reads `ref` from this replica who is to be waited for."""
         told, made = "", self.fresh(self.at_ms)
 
         def rule(view: View) -> Step[Call | Outcome]:
             nonlocal told
             step = unpublish.unpublish(view, self.seat, made, ref, wall_ms())
-            self._ledger.look_around(view)
+            parting.sees(view)
             is_draining = isinstance(step, WaitAtMost)
             self.left_behind = unpublish.awaited(view, self.seat, ref) if is_draining else set()
             self.waited_for |= self.left_behind
@@ -393,9 +403,7 @@ class GroupCall(Attempt):
             if result.outcome is not None:
                 self._finish(result.outcome)
                 return
-            if not result.copy:
-                continue
-            _put_aside(self, self._ledger.holds, result, copy)
+            parting.acts(result)
 
     def give_up(self, error: BaseException) -> None:
         """End the call for the peers too, and leave no record of this rank behind.
@@ -554,25 +562,6 @@ def _looks_ahead(call: GroupCall, passing: Passing, kept: Kept | None) -> Ranges
     if kept is not None and kept.is_original:  # a trainer publishes next
         return (*own, *calls.publish_ranges(seat))
     return ()
-
-
-def _put_aside(call: GroupCall, kept: Kept | None, decided: Call, copy: MakeCopy) -> None:
-    """Make this rank's part of a copy, and wait until all of it is offered; or do without."""
-    seat = call.seat
-    if kept is None:  # of other content than the peers', who have it copied
-        raise call.mismatch(decided)
-    try:
-        made = copy(decided)
-    except (BackendError, RuntimeError, MemoryError, OSError) as error:
-        rule = partial(unpublish.do_without, seat=seat, number=call.number)
-        text = "%s: waiting for readers in other datacenters: %s"
-        if call.settle(seat.own, rule):
-            text = "%s: this version may be lost, it cannot be copied: %s"
-        log.warning(text, call.asked, error)
-    else:
-        part = unpublish.CopiedPart(decided.copy, call.number, made, wall_ms())
-        steps = unpublish.copying(seat, kept, part)
-        call.seating.run(steps, call.deadline, call.patience)
 
 
 def clean_up(seating: Seating, ranges: tuple[Range, ...] = ()) -> None:

@@ -35,9 +35,7 @@ from torch_ros.protocol.records import (
     ShardRecord,
     VersionRef,
 )
-from torch_ros.protocol.retention import Wish, retained_here, retentions
 from torch_ros.protocol.seat import CALLS_KEPT, Seat
-from torch_ros.protocol.versions import Spec
 from torch_ros.store.session import Session
 from torch_ros.store.txn import Range, View
 
@@ -149,17 +147,13 @@ class Carrier(Protocol):
 
 
 class Ledger:
-    """The calls that one rank knows of, and its standing, under one lock.
-
-    Args:
-        retain: The versions that this rank's replica retains.
-    """
+    """The calls that one rank knows of, and its standing, under one lock."""
 
     seat: Seat
     standing: Standing
     is_closed: bool
 
-    def __init__(self, seat: Seat, retain: tuple[str, ...] = ()) -> None:
+    def __init__(self, seat: Seat) -> None:
         self.seat, self.standing, self.is_closed = seat, Standing(), False
         # In C: `with` takes it and gives it back whatever a signal handler raises.
         self.lock: threading.RLock = threading.RLock()
@@ -189,8 +183,6 @@ class Ledger:
         self._changes = 0  # of what it brings along, while it had no seat
         self._given_up: tuple[Kind, Asked] | None = None
         """The last call, if it was given up and had done nothing."""
-        self._retain = frozenset(Wish.parse(text).spec for text in retain)
-        self._retained: frozenset[Spec] | None = None  # by anybody, when it last looked
         self._layouts: dict[str, str] = {}  # by the answers of ends that it has learned
         self._said = ("", Outcome())  # by this rank in a call that ended well, and that end
         self._sight: tuple[Seat, View] | None = None  # read before a call, for its decision
@@ -402,32 +394,7 @@ class Ledger:
             self._changes += 1
             return True
 
-    def must_copy(self) -> int | None:
-        """The number under which to copy what `forget` takes back: it may be retained. None: no.
-
-        Nobody can be asked (docs/protocol/unattended.md#taking-tensors-back).
-        """
-        with self.lock:
-            kept, unfinished = self.holds, self.unfinished
-            if self.standing.state != "away" or kept is None or self.seat.spot:
-                return None
-            was_shown = unfinished is not None and unfinished.life in life.WAS_READY
-            if self.held is None and not (was_shown and kept.layout):
-                return None  # nobody was told of it, or it may be a part
-            if self._retained is not None:
-                specs = self._retain | self._retained
-                if not any(spec.absolute in (None, kept.ref.version) for spec in specs):
-                    return None
-            if unfinished is not None and unfinished.kind == "unpublish":
-                return unfinished.number
-            return self.calls_made + 1
-
     # Left by one call for the next
-
-    def look_around(self, view: View) -> None:
-        keys, datacenter = self.seat.keys, self.seat.datacenter
-        anywhere = retentions(view.seen(keys.groups()))
-        self._retained = frozenset((*anywhere, *retained_here(view, keys, datacenter)))
 
     def layout_of(self, answers: str) -> str | None:
         """The layout that ranks with these answers have every element of (I9).

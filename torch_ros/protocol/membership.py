@@ -20,14 +20,12 @@ from torch_ros.protocol.records import (
     Holding,
     Kept,
     Outcome,
-    RetainRecord,
     SeenRecord,
     ShardRecord,
     VersionRecord,
     VersionRef,
     answers_of,
 )
-from torch_ros.protocol.retention import Wish
 from torch_ros.protocol.runs import choose_run, restored_run
 from torch_ros.protocol.seat import CALLS_KEPT, CLOSED, Seat, claims_of, decisions_at, own_group
 from torch_ros.protocol.versions import is_passed, run_numbers, spec_ranges
@@ -78,6 +76,7 @@ def seat_of(who: Applicant, joined: Joined) -> Seat:
         drain_s=who.drain_s,
         prefers=who.prefers,
         leaves=who.leaves,
+        keeper=who.keeper,
         knows=joined.knows,
     )
 
@@ -158,14 +157,12 @@ def create_group(view: View, who: Applicant) -> Step[bool | None]:
         is_shared=who.is_shared,
         spot=who.spot,
         datacenter=who.datacenter,
-        retain=list(who.retain),
+        retain=list(who.keeper.retain),
     )
     numbered, is_new = schema.put_own(view, who.keys)
     ops: list[Op] = [Put(who.group, group.encode(), who.lease_id), *run_ops, *numbered]
     ops += map(Delete, who.keys.seen_beside(who.replica))
-    if here := [str(wish.spec) for wish in map(Wish.parse, who.retain) if wish.is_here]:
-        own = who.keys.retain(who.datacenter, who.replica)
-        ops.append(Put(own, RetainRecord(here).encode(), who.lease_id))
+    ops += who.keeper.beside(who)
     if old:
         inst = k.instance(who.replica, old.nonce)
         decisions = who.keys.decisions(inst)

@@ -5,6 +5,7 @@ from functools import lru_cache
 
 from torch_ros.errors import Fenced, SeatLost
 from torch_ros.protocol import keys as k
+from torch_ros.protocol.keeping import NO_KEEPER, Keeper
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.records import Call, Decisions, GroupRecord, Holding, VersionRef
 from torch_ros.store.loops import Act
@@ -61,6 +62,7 @@ class Seat:
     drain_s: float  # how long readers may finish before the source goes on without them
     prefers: str = ""  # the replica whose full copy it reads first, and alone
     leaves: Leaves = NO_LEAVES
+    keeper: Keeper = NO_KEEPER
     knows: tuple[tuple[int, frozenset[str]], ...] = ()  # by rank: what a call may have in `must`
     # By their ranks: publications not waited for, and what those would have said to be ready.
     unwaited: tuple[tuple[int, Call, str], ...] = ()

@@ -60,7 +60,7 @@ class Seating:
 
     def __init__(self, kv: KV, applicant: Applicant, session: Session, seat: Seat) -> None:
         self.kv, self.applicant, self.session = kv, applicant, session
-        self.ledger: Ledger = Ledger(seat, applicant.retain)
+        self.ledger: Ledger = Ledger(seat)
         self._outage, self._reminder = Outage(applicant.ttl_s), Reminder()
         self._surprises: set[type[Exception]] = set()
         self._settled = Latch()  # a new one whenever the seat is lost: back, or gone for good

@@ -6,16 +6,16 @@ import atexit
 import functools
 import logging
 import os
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch_ros import arguments
 from torch_ros.deadline import Deadline, is_cancelled, unless_cancelled
 from torch_ros.errors import (
-    BackendError,
     ClosedError,
     Fenced,
     SeatLost,
@@ -25,7 +25,7 @@ from torch_ros.errors import (
 from torch_ros.p2p.pages import Pages
 from torch_ros.p2p.transport import Transport
 from torch_ros.printable import log_of
-from torch_ros.protocol.call import ALONE, GroupCall, Passing
+from torch_ros.protocol.call import ALONE, GroupCall, Parting, Passing
 from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.meeting import Missed
 from torch_ros.protocol.outage import Patience
@@ -34,7 +34,6 @@ from torch_ros.protocol.records import Asked, Call, Kind, ShardRecord, VersionRe
 from torch_ros.shard.beginnings import Beginning, Beginnings
 from torch_ros.shard.collective import end_for_peers
 from torch_ros.shard.contract import conclude
-from torch_ros.shard.host_copies import Copies
 from torch_ros.shard.manifests import Manifests
 from torch_ros.shard.observed import Observed
 from torch_ros.shard.report import Reports, Stopwatch
@@ -42,7 +41,7 @@ from torch_ros.shard.seams import Base, Feature, Tracing
 from torch_ros.shard.tensors import Tensors
 from torch_ros.shard.word import OwnWord
 from torch_ros.store.aside import Aside
-from torch_ros.store.txn import Watch
+from torch_ros.store.txn import View, Watch
 from torch_ros.transfer.card import ALL_BLOCKS, Word
 from torch_ros.transfer.mailbox import Digests, Mailbox
 from torch_ros.transfer.meter import Displays
@@ -72,6 +71,11 @@ class Settings:
     displays: Displays  # of reads
 
 
+def shard_of(mailbox: Mailbox, **says: Any) -> ShardRecord:
+    """This process as peers see it; `says`: what features add to the record."""
+    return ShardRecord(socket.gethostname(), os.getpid(), mailbox.card, **says)
+
+
 class Shard:
     """A seat, the tensors that are shown from it, and the replica's calls, one at a time.
 
@@ -88,7 +92,6 @@ class Shard:
     word: OwnWord
     tensors: Tensors
     manifests: Manifests
-    copies: Copies
     beginnings: Beginnings
     digests: Digests  # of the version that is held
     reports: Reports
@@ -117,11 +120,10 @@ class Shard:
         self.word = OwnWord(group, mailbox, self.features)
         self.tensors = Tensors(mailbox, pages)
         self.manifests = Manifests(group, mailbox, reading.peers)
-        self.copies = Copies(group, transport, pages)
         self.beginnings = Beginnings(group, self.end_beginning)
         self.digests = Digests()
         self.reports = Reports()
-        self.observed = Observed(model, group, self.reports, self.copies, reading)
+        self.observed = Observed(model, group, self.reports, reading)
         self.policy, self.tracing = NEWEST, Tracing()
         self.hint = lambda _: ""
         self.is_closed = False
@@ -270,7 +272,7 @@ class Shard:
             return self.group.make(task)
         finally:
             if task.kind == "unpublish":
-                self.copies.keep()
+                self._has_given_up()
 
     def catch_up(self, deadline: Deadline, patience: Patience | None = None) -> None:
         """Learn how the last call ended, before the next one or before the tensors change.
@@ -322,13 +324,14 @@ class Shard:
         except SeatLost as lost:
             if not isinstance(lost, Fenced) and not may_forget:
                 raise
-            self._copy_without_store()
+            for feature in self.features:
+                feature.takes_back()
             if not self.group.ledger.forget(counted):
                 self.unpublish(deadline, may_forget=may_forget, counted=counted)
                 return
             # The store has forgotten this replica; readers ask the memory, which now says no.
             self.word.void()
-            self.copies.keep()
+            self._has_given_up()
             log.info("%s; its tensors are taken back without the store", lost)
         if held is not None:
             conclude(self, held, kept, write, deadline)
@@ -339,35 +342,23 @@ class Shard:
         """Stop offering `held`; ends once nobody reads it."""
         watch = Stopwatch()
 
+        def sees(view: View) -> None:
+            for feature in self.features:
+                feature.sees(view)
+
         def perform(call: GroupCall) -> None:
-            call.unpublish(held, self.copy_to_host, passing)
+            def acts(decided: Call) -> None:
+                for feature in self.features:
+                    feature.acts_first(call, decided)
+
+            call.unpublish(held, passing, Parting(sees, acts))
             self.reports.add(watch.drain_report(held, call))
 
         return GroupTask("unpublish", asked, deadline, perform)
 
-    def copy_to_host(self, call: Call) -> ShardRecord:
-        """Copy this rank's part of the held version to host memory.
-
-        Raises:
-            MemoryError: There is too little of it, or what is held is not there.
-        """
-        self.tensors.require_there()
-        registered = self.tensors.registered
-        assert registered is not None
-        is_optional = call.is_optional
-        return self.copies.make(call.number, registered, self.digests, is_optional=is_optional)
-
-    def _copy_without_store(self) -> None:
-        """Copy a retained version that may be nowhere else. It is offered when etcd is back."""
-        number, held = self.group.ledger.must_copy(), self.held
-        if number is None or self.tensors.registered is None:
-            return
-        try:
-            self.tensors.require_there()
-            self.copies.make(number, self.tensors.registered, self.digests)
-        except (BackendError, RuntimeError, MemoryError) as error:
-            version = held.version if held else None
-            log.warning("version %s may be lost, it cannot be copied: %s", version, error)
+    def _has_given_up(self) -> None:
+        for feature in self.features:
+            feature.has_given_up()
 
     # Calls of DCP, from where they begin
 
@@ -416,7 +407,6 @@ class Shard:
             try:
                 self.group.close(partial(self._leaves, linger_s, drains=drains))
             finally:
-                self.copies.close()
                 with self.lock:  # a call in another thread ends first
                     self.word.void()  # readers in the middle notice; then the memory may go
                     self.reading.close()

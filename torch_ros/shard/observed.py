@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.records import VersionRef
-from torch_ros.shard.host_copies import Copies
 from torch_ros.shard.report import Reports
 from torch_ros.shard.tally import Tally, Whose, tallies, without_pid
 from torch_ros.transfer.reading import Reading
@@ -14,15 +13,12 @@ from torch_ros.transfer.reading import Reading
 class Observed:
     """Counted and noted by the shard's calls; read by nobody in them."""
 
-    def __init__(
-        self, model: str, group: Group, reports: Reports, copies: Copies, reading: Reading
-    ) -> None:
+    def __init__(self, model: str, group: Group, reports: Reports, reading: Reading) -> None:
         self._group, seat = group, group.seat
         self.tally: Tally = tallies.begin(Whose(model, without_pid(seat.replica), str(seat.rank)))
         reports.listeners.append(self.tally.add)
         self.newest: VersionRef | None = None  # that its calls have heard of
         self.staged: dict[str, Callable[[], int]] = {  # bytes that it holds beside its tensors
-            "copies": lambda: copies.size_bytes,
             "staging": lambda: reading.staging_bytes,
         }
 

@@ -3,10 +3,10 @@
 The core calls them, and names no feature. A feature has those that it needs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import TorchRosError
@@ -17,8 +17,10 @@ from torch_ros.protocol.sources import Source
 from torch_ros.protocol.versions import Spec
 from torch_ros.shard.report import Stopwatch, Via
 from torch_ros.store.loops import Step
+from torch_ros.store.txn import View
 from torch_ros.transfer.attending import Attendant, Copier
 from torch_ros.transfer.feed import Judging, Progress, Supply
+from torch_ros.transfer.mailbox import Mailbox
 from torch_ros.transfer.meter import Meter
 from torch_ros.transfer.reading import Reading
 from torch_ros.transfer.registered import LocalState
@@ -114,6 +116,15 @@ class Tracing:
         """The call that is traced reads what was published in that context."""
 
 
+class Shown(NamedTuple):
+    """A version that a rank shows in a mailbox of its own, beside what it holds."""
+
+    ref: VersionRef
+    call: int  # that made it
+    inst: str  # that offers it
+    mailbox: Mailbox
+
+
 class Feature:
     """Told of what happens to the shard that it is attached to. Each method does nothing here.
 
@@ -131,6 +142,28 @@ class Feature:
 
     def hides(self) -> None:
         """The word is cleared: no content is shown from now on."""
+
+    # An unpublish
+
+    def sees(self, view: View) -> None:
+        """An unpublish is decided from this view; told of each until it ends."""
+
+    def acts_first(self, call: GroupCall, decided: Call) -> None:
+        """Do this rank's part of what an unpublish, as it is recorded, asks of each rank first.
+
+        Raises:
+            TorchRosError: It ends the call.
+        """
+
+    def takes_back(self) -> None:
+        """The tensors are about to be taken back without etcd, where the version stays held."""
+
+    def has_given_up(self) -> None:
+        """An unpublish has ended, well or not, or the tensors were taken back without etcd."""
+
+    def shows(self) -> Iterable[Shown]:
+        """The versions that it shows beside what is held."""
+        return ()
 
     # A copy that is published
 

@@ -9,7 +9,7 @@ from torch_ros.features.handover import archives, rules
 from torch_ros.store.loops import Act, Wait
 from torch_ros.store.txn import Put
 
-fault("what is retained here is stayed for by all", "retention:awaited", scenario="closes here")(
+fault("what is retained here is stayed for by all", "handover:_others", scenario="closes here")(
     lambda awaited: lambda view, keys, ref, inst, _: awaited(view, keys, ref, inst, None)
 )
 
@@ -27,10 +27,10 @@ fault("the name is not free while it lingers", "give_up", scenario="last version
 )
 
 
-fault("nobody is stayed for", "retention:awaited", scenario="lingers")(lambda _: lambda *_: [])
+fault("nobody is stayed for", "handover:_others", scenario="lingers")(lambda _: lambda *_: [])
 
 
-fault("a spot replica is stayed for", "retention:awaited", scenario="archived elsewhere")(
+fault("a spot replica is stayed for", "handover:_others", scenario="archived elsewhere")(
     lambda awaited: (
         lambda view, *args: awaited(said(view, b'"spot":true', b'"spot":false', "/groups/"), *args)
     )
@@ -119,3 +119,16 @@ def _(rule):
 fault(
     "an archiver that has something newer is stayed for", "_is_behind", scenario="archiver is ahead"
 )(lambda _: lambda said, ref: said.uid != ref.uid)
+
+
+@instead(
+    "an archiver is stayed for with what is wanted here", "_awaited", scenario="archived elsewhere"
+)
+def _(awaited, view, each, inst, keep):
+    return awaited(view, each, inst, dataclasses.replace(keep, only_in=None))
+
+
+@instead("an archiver speaks once", "Archives._say", scenario="archiver comes back")
+def _(say, self, ref, timeout_s):
+    if self._said is None or self._said[1] != ref:
+        say(self, ref, timeout_s)

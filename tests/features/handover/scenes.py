@@ -436,7 +436,7 @@ def ends_half_released(scene: Scene) -> None:
         else:  # its peer finds that nobody needs the copy now, and takes its part away
             scene.hold("its part", me, puts("/shards/t+"), lambda: "0 let go" in scene.reached)
         scene.when(lambda: me.shard.group.seat is not seat, "another seat")
-        scene.when(lambda: me.rank or not me.shard.copies, "the copy let go")
+        scene.when(lambda: me.rank or not me.copies, "the copy let go")
         scene.reach(f"{me.rank} let go")
         publish(me, 3)
         if me.rank == 0:

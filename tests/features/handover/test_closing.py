@@ -9,6 +9,7 @@ from functools import partial
 import kit
 import pytest
 import torch
+from features.retention.kept import copies_of
 from kit import at_once, inside, until
 
 import torch_ros
@@ -128,7 +129,7 @@ def test_without_anything_to_hand_over_nothing_is_asked(opened, monkeypatch):
     trainer, _ = opened("trainer", 1.0), opened("rollout", retain=("latest",))
     trainer.publish(1)
     trainer.unpublish()
-    wait_until = lambda: not inside(trainer).copies
+    wait_until = lambda: not copies_of(trainer)
     rollout = opened("other")
     rollout.replicate()
     until(wait_until)

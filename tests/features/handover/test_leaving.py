@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import pytest
+from features.retention.kept import copies_of
 from kit import at_once, inside, memory, until
 
 from torch_ros.errors import ClosedError, SeatLost, UsageError
@@ -97,7 +98,7 @@ def test_a_retained_version_is_not_copied_and_stays_for_who_may_take_it(opened):
     leaving = threading.Thread(target=leaver.leave, kwargs={"within_s": LONG_S})
     leaving.start()
     other.wait(lambda there: any("+linger" in name for name in there.get(1, ())))
-    assert not inside(leaver).copies
+    assert not copies_of(leaver)
     assert other.replicate() == 1
     leaving.join(20)
     assert not leaving.is_alive()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from afar import SLOW_S, _reading
 from checks import demand
+from features.retention.afar import SLOW_S, _reading
 from replicas import TTL_S, Process
 from scenes import SCENES, Scene, alike, meet, publish, puts, replicate, scenes_of, unpublish
 from seeding import crossings

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from features.retention.kept import copies_of
 from kit import inside, until
 
 import torch_ros
@@ -131,9 +132,9 @@ def test_a_fetched_copy_is_no_reason_to_drop_a_retained_version(opened):
     rollout.update()
     until(lambda: "r+host" in rollout.list()[2])
     trainer.unpublish()
-    assert len(inside(trainer).copies) == 1  # that of the forerunner goes when it has been used
+    assert len(copies_of(trainer)) == 1  # that of the forerunner goes when it has been used
     until(rollout.update)
-    until(lambda: not inside(trainer).copies)
+    until(lambda: not copies_of(trainer))
 
 
 def test_a_child_has_no_part_in_what_is_fetched(opened, link):

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -12,39 +12,19 @@ from torch_ros.features.handover import rules
 from torch_ros.features.handover.rules import Awaited, Gone, Leaving, Moved
 from torch_ros.printable import log_of
 from torch_ros.protocol.group import Group
-from torch_ros.protocol.keys import copy_of
 from torch_ros.protocol.records import VersionRef
-from torch_ros.shard.core import Shard
-from torch_ros.shard.host_copies import Copies, shard_of
-from torch_ros.shard.seams import Feature
+from torch_ros.shard.core import Shard, shard_of
+from torch_ros.shard.seams import Feature, Shown
 from torch_ros.store.loops import Step, settle
 from torch_ros.store.run import run
 from torch_ros.store.session import Session
 from torch_ros.store.txn import Ranges, View
-from torch_ros.transfer.mailbox import Mailbox
 
 T = TypeVar("T")
 log: logging.Logger = log_of(__name__)
 
 LOOK_S = 1.0  # for etcd to say whether anything is needed, or to be told that it goes
 QUIET_S = 3.0  # of waiting, before a line says so to everybody
-
-
-def all_leaving(group: Group, copies: Copies, mailbox: Mailbox) -> list[Leaving]:
-    """All that a rank would hand over: its host copies, and what it holds."""
-    seat = group.seat
-    made = [
-        (copy.kept.ref, copy.call, copy_of(seat.inst, copy.call), copy.mailbox)
-        for copy in copies.made
-    ]
-    # A version that is not certainly held may be half there.
-    if group.ledger.held is not None and not group.ledger.unfinished:
-        made.append((group.ledger.held.ref, group.ledger.held.call, seat.inst, mailbox))
-    keys, here, retain = seat.keys, seat.datacenter, group.applicant.retain
-    return [
-        Leaving(keys, ref, call, here, inst, shard_of(shown), retain)
-        for ref, call, inst, shown in made
-    ]
 
 
 class Handover(Feature):
@@ -60,12 +40,12 @@ class Handover(Feature):
 
     def leaves(self, linger_s: float, *, drains: bool) -> bool:
         shard = self._shard
-        has_nothing = shard.group.ledger.held is None and not shard.copies
+        has_nothing = shard.group.ledger.held is None and not any(self._beside())
         # A call in another thread ends first.
         if has_nothing or not shard.lock.acquire(timeout=max(0.0, linger_s)):
             return False
         try:
-            leaving = all_leaving(shard.group, shard.copies, shard.mailbox)
+            leaving = self._all()
         finally:
             shard.lock.release()
         linger_s = 0.0 if self._hurries else linger_s
@@ -73,6 +53,31 @@ class Handover(Feature):
         if self._hurries:
             self._closing.stop()
         return self._closing.hand_over()
+
+    def _beside(self) -> Iterator[Shown]:
+        for feature in self._shard.features:
+            yield from feature.shows()
+
+    def _all(self) -> list[Leaving]:
+        """All that this rank would hand over: what it holds, and what it shows beside that."""
+        group, shown = self._shard.group, [*self._beside()]
+        seat, ledger = group.seat, group.ledger
+        # A version that is not certainly held may be half there.
+        if ledger.held is not None and not ledger.unfinished:
+            held = ledger.held
+            shown.append(Shown(held.ref, held.call, seat.inst, self._shard.mailbox))
+        return [
+            Leaving(
+                seat.keys,
+                each.ref,
+                each.call,
+                seat.datacenter,
+                each.inst,
+                shard_of(each.mailbox),
+                seat.keeper,
+            )
+            for each in shown
+        ]
 
 
 class Closing:

@@ -9,16 +9,28 @@ import msgspec
 from torch_ros.features.handover import archives
 from torch_ros.printable import some
 from torch_ros.protocol import keys as k
+from torch_ros.protocol.keeping import GivenUp, Keeper, Keeping
 from torch_ros.protocol.keys import Keys
-from torch_ros.protocol.legible import keyed, nobody
+from torch_ros.protocol.legible import keyed, nobody, readable
 from torch_ros.protocol.membership import records_of
-from torch_ros.protocol.records import Holding, Ready, ShardRecord, VersionRef
-from torch_ros.protocol.retention import GivenUp, Keeping, awaited, keeping, keeping_ranges
+from torch_ros.protocol.records import GroupRecord, Holding, Ready, ShardRecord, VersionRef
 from torch_ros.protocol.seat import Seat, calls_of, own_group
 from torch_ros.protocol.unpublish import wake
 from torch_ros.protocol.versions import offered
 from torch_ros.store.loops import Act, Done, Step, Wait
-from torch_ros.store.txn import Delete, Guard, NoneNewer, Op, Put, Range, Ranges, Txn, View, one
+from torch_ros.store.txn import (
+    Delete,
+    Guard,
+    NoneNewer,
+    Op,
+    Put,
+    Range,
+    Ranges,
+    Txn,
+    Unseen,
+    View,
+    one,
+)
 
 CLOSING = 0  # the number of a group's last call; others count from 1
 
@@ -33,7 +45,7 @@ class Leaving:
     datacenter: str
     inst: str  # that offers it
     shard: ShardRecord  # where this rank shows it
-    retain: tuple[str, ...]  # what the group does; its record does not say so to the end
+    keeper: Keeper  # of the group, whose record does not say to the end what it retains
 
     @property
     def held(self) -> str:
@@ -50,7 +62,7 @@ class Leaving:
 
     @property
     def retention(self) -> Ranges:
-        needed = keeping_ranges(self.keys, self.ref, self.datacenter)
+        needed = self.keeper.ranges(self.keys, self.ref, self.datacenter)
         return (*needed, self.keys.archives())
 
     @property
@@ -291,14 +303,14 @@ def stop(view: View, each: Leaving) -> Step[Gone]:
 def _keeping(view: View, each: Leaving, seat: Seat) -> Keeping:
     wanted = _wanted(view, each)
     dropped = GivenUp(seat.inst, each.datacenter, is_leaving=True, retain=wanted)
-    return keeping(view, each.keys, each.ref, dropped)
+    return each.keeper.keeping(view, each.keys, each.ref, dropped)
 
 
 def _keeping_still(view: View, each: Leaving) -> Keeping:
     """Whether a version is needed that lingers."""
-    wanted = (*each.retain, *_wanted(view, each))
+    wanted = (*each.keeper.retain, *_wanted(view, each))
     dropped = GivenUp(each.lingering, each.datacenter, retain=wanted)
-    return keeping(view, each.keys, each.ref, dropped)
+    return each.keeper.keeping(view, each.keys, each.ref, dropped)
 
 
 def _wanted(view: View, each: Leaving) -> tuple[str, ...]:
@@ -310,7 +322,33 @@ def _awaited(view: View, each: Leaving, inst: str, keep: Keeping) -> list[str]:
     """The replicas that could take a version that is needed: archivers first, then others."""
     keys, ref = each.keys, each.ref
     archivers = [] if keep.only_in else archives.behind(view, keys, ref)
-    return archivers or awaited(view, keys, ref, inst, keep.only_in)
+    return archivers or _others(view, keys, ref, inst, keep.only_in)
+
+
+def _others(view: View, keys: Keys, ref: VersionRef, inst: str, only_in: str | None) -> list[str]:
+    """The replicas that `inst` stays for, which ends and alone has a version that is retained.
+
+    Args:
+        only_in: The datacenter where it is; None: anywhere.
+
+    Raises:
+        Unseen: Nobody, of those that were seen.
+    """
+    found = []
+    for _, replica, group, _ in readable(view.seen(keys.groups()), k.parse_group, GroupRecord):
+        other = k.instance(replica, group.nonce)
+        if group.left is not None or group.refusal is not None or group.spot or other == inst:
+            continue
+        if only_in not in (None, group.datacenter):
+            continue
+        is_successor = replica == k.replica_of(inst)  # it may never come to read the version
+        held = keys.holding(ref.run, ref.version, group.datacenter, other)
+        if is_successor and view.get(held) is None:
+            continue
+        found.append(replica)
+    if not found and not view.shows(keys.groups()):
+        raise Unseen
+    return found
 
 
 def _reading(view: View, ranges: Iterable[Range]) -> list[str]:

@@ -41,7 +41,7 @@ def _copies(scene: Scene) -> set[str]:
 
 def _released(me: Process, within_s: float) -> None:
     scene = me.world
-    scene.when(lambda: not me.shard.copies, "the copy released", within_s)
+    scene.when(lambda: not me.copies, "the copy released", within_s)
     demand(not _copies(scene), f"I14: {_copies(scene)} are offered still")
     parts = [key for key in scene.store.entries if "/shards/t+" in key]
     demand(not parts, f"I14: {parts} are left")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch_ros.errors import UsageError
 from torch_ros.protocol import keys as k
 from torch_ros.protocol import legible
+from torch_ros.protocol.keeping import GivenUp, Keeping
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.legible import readable, say
 from torch_ros.protocol.records import GroupRecord, Holding, RetainRecord, VersionRef
@@ -48,26 +49,6 @@ class Wish:
 
     def __str__(self) -> str:
         return f"{self.spec}{HERE if self.is_here else ''}"
-
-
-@dataclass(frozen=True, slots=True)
-class GivenUp:
-    """A copy of a version that may go."""
-
-    inst: str
-    datacenter: str
-    is_leaving: bool = False  # with all that `inst` offers, copies in host memory included
-    retain: tuple[str, ...] = ()  # what no group's record says: its own, if that has ended
-
-
-@dataclass(frozen=True, slots=True)
-class Keeping:
-    """Whether a copy of a version may go, and what makes that true."""
-
-    is_needed: bool  # it is the last one that counts of a version that is retained
-    guards: tuple[Guard, ...]  # under which the answer holds
-    is_elsewhere: bool = False  # somebody else has it, and counts
-    only_in: str | None = None  # the datacenter where it is needed; None: anywhere
 
 
 def keeping_ranges(keys: Keys, ref: VersionRef, datacenter: str) -> Ranges:
@@ -138,8 +119,8 @@ def _superseded(
     Args:
         datacenter: Where they look; None: anywhere.
     """
-    keepers, doubtful = _keepers(view, keys, datacenter)
-    refs = sorted({*keepers, ref}, key=lambda r: r.order, reverse=True)
+    holders, doubtful = _that_count(view, keys, datacenter)
+    refs = sorted({*holders, ref}, key=lambda r: r.order, reverse=True)
     newest = [r for r in refs if r.run == refs[0].run]
     backs = [spec.back for spec in specs if spec.absolute is None]
     deepest, is_newest = max(backs, default=-1), ref in newest
@@ -150,7 +131,7 @@ def _superseded(
         if is_named or any(fewest <= back <= most for back in backs):
             return None
     guards: list[Guard] = [
-        view.unchanged(keepers[r][0]) for r in newest[: 1 + deepest] if r in keepers
+        view.unchanged(holders[r][0]) for r in newest[: 1 + deepest] if r in holders
     ]
     if is_newest and most < deepest:  # newer versions that come would make it `latest-<k>`
         above = _above(view, keys, ref, datacenter)
@@ -193,37 +174,11 @@ def _wishes(key: str, texts: Iterable[str]) -> Iterator[Wish]:
             say(key, str(error))
 
 
-def awaited(view: View, keys: Keys, ref: VersionRef, inst: str, only_in: str | None) -> list[str]:
-    """The replicas that `inst` stays for, which ends and alone has a version that is retained.
-
-    Args:
-        only_in: The datacenter where it is; None: anywhere.
-
-    Raises:
-        Unseen: Nobody, of those that were seen.
-    """
-    found = []
-    for _, replica, group, _ in readable(view.seen(keys.groups()), k.parse_group, GroupRecord):
-        other = k.instance(replica, group.nonce)
-        if group.left is not None or group.refusal is not None or group.spot or other == inst:
-            continue
-        if only_in not in (None, group.datacenter):
-            continue
-        is_successor = replica == k.replica_of(inst)  # it may never come to read the version
-        held = keys.holding(ref.run, ref.version, group.datacenter, other)
-        if is_successor and view.get(held) is None:
-            continue
-        found.append(replica)
-    if not found and not view.shows(keys.groups()):
-        raise Unseen
-    return found
-
-
 def _counts(holding: Holding) -> bool:
     return holding.state == "full" and not holding.spot
 
 
-def _keepers(
+def _that_count(
     view: View, keys: Keys, datacenter: str | None
 ) -> tuple[dict[VersionRef, list[str]], set[VersionRef]]:
     """The full holdings that count for retention, by version; in that datacenter, or anywhere.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from afar import SLOW_S, SOON_S
 from checks import demand, never
+from features.retention.afar import SLOW_S, SOON_S
 from replicas import Process
 from scenes import SCENES, Scene, publish, puts, replicate, scenes_of, unpublish
 

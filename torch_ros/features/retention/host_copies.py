@@ -3,29 +3,26 @@
 import itertools
 import logging
 import math
-import os
-import socket
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 
 from torch_ros.allocation import allocating
 from torch_ros.deadline import Deadline, wall_ms
 from torch_ros.errors import BackendError, ClosedError, SeatLost
+from torch_ros.features.retention.copying import CopiedPart, copying, releasing
 from torch_ros.p2p.lasting import LastingMemory
 from torch_ros.p2p.pages import Pages
 from torch_ros.p2p.transport import Transport
 from torch_ros.printable import log_of
-from torch_ros.protocol import unpublish
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.keys import copy_of
 from torch_ros.protocol.outage import Patience
-from torch_ros.protocol.records import Kept, ShardRecord, mark
+from torch_ros.protocol.records import Kept, mark
 from torch_ros.protocol.seat import Seat
-from torch_ros.protocol.unpublish import CopiedPart
+from torch_ros.shard.core import shard_of
 from torch_ros.shard.room import available_bytes, ranks_here
 from torch_ros.spans import HOST, Region
 from torch_ros.store.run import Reminder
@@ -39,11 +36,6 @@ from torch_ros.weights.manifest import Layout
 log: logging.Logger = log_of(__name__)
 
 CLOSE_S = 5.0  # a wait for the store looks at least every 2 s whether its handle is closed
-
-
-def shard_of(mailbox: Mailbox, **says: Any) -> ShardRecord:
-    """This process as peers see it; `says`: what features add to the record."""
-    return ShardRecord(socket.gethostname(), os.getpid(), mailbox.card, **says)
 
 
 class HostCopy:
@@ -111,7 +103,7 @@ class Copies:
         self._group, self._transport, self._pages = group, transport, pages
         # By the call that made it: under each seat that is taken again it has another name.
         self._copies: dict[int, HostCopy] = {}
-        self._keepers: dict[int, threading.Thread] = {}  # which offer them while they are needed
+        self._threads: dict[int, threading.Thread] = {}  # that offer them while they are needed
 
     def __len__(self) -> int:
         return len(self._copies)
@@ -127,7 +119,7 @@ class Copies:
 
     def make(
         self, number: int, registered: LocalState, digests: Digests, *, is_optional: bool = False
-    ) -> ShardRecord:
+    ) -> Mailbox:
         """This rank's part of a copy of the held version, which call `number` gives up.
 
         Raises:
@@ -143,27 +135,27 @@ class Copies:
             self._copies[number] = HostCopy(
                 self._transport, layout, memory, kept, number, digests, self._pages
             )
-        return shard_of(self._copies[number].mailbox)
+        return self._copies[number].mailbox
 
     def keep(self) -> None:
         """Offer what was made, in threads, for as long as it is needed."""
         for number, copy in list(self._copies.items()):
-            if number not in self._keepers:
-                self._keepers[number] = threading.Thread(
+            if number not in self._threads:
+                self._threads[number] = threading.Thread(
                     target=self._keep,
                     args=(number, self._group.seat),
                     name=f"torch_ros keeps {copy.kept.ref.version}",
                     daemon=True,
                 )
-                self._keepers[number].start()
+                self._threads[number].start()
 
     def close(self) -> None:
         """Let go of all of them, once the group is closed and before the transport is.
 
         A thread that is inside NIXL when the interpreter ends takes the process down with it.
         """
-        for keeper in list(self._keepers.values()):
-            keeper.join(CLOSE_S)
+        for thread in list(self._threads.values()):
+            thread.join(CLOSE_S)
         while self._copies:
             self._copies.popitem()[1].close()
 
@@ -177,9 +169,9 @@ class Copies:
             inst, session = copy_of(seat.inst, copy.call), group.session
             try:
                 part = CopiedPart(inst, copy.call, shard, wall_ms())
-                offering = unpublish.copying(seat, copy.kept, part)
+                offering = copying(seat, copy.kept, part)
                 if group.run(offering, forever):
-                    group.run(unpublish.releasing(seat, copy.kept.ref, inst), forever)
+                    group.run(releasing(seat, copy.kept.ref, inst), forever)
                 break
             except SeatLost as lost:
                 group.fence(lost, session)
@@ -199,4 +191,4 @@ class Copies:
         del self._copies[number]
         copy.close()
         log.info("the copy of version %d in host memory is released", version)
-        del self._keepers[number]
+        del self._threads[number]
