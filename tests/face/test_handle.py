@@ -351,7 +351,7 @@ def test_bad_arguments_of_calls_are_named(opened):
     for call, found in (
         (lambda: handle.publish(1, timeout_s="3"), "timeout_s='3'"),
         (lambda: handle.list(timeout_s=-1), "timeout_s=-1"),
-        (lambda: handle.guard(None), "Optimizer"),
+        (lambda: handle.guard(None), "Optimizer"),  # feature contract
         (lambda: handle.publish_copy(1, {}, transform="bf16"), "transform='bf16'"),
         (lambda: handle.publish_copy(1, {}, transform=torch.bfloat16), "transform=torch.bf"),
         # feature transforms {
@@ -378,6 +378,7 @@ def test_who_is_replaced_is_named_with_its_host(opened, caplog):
     assert re.search(f"'r' was already there, in {there}, and is replaced by {here}", caplog.text)
 
 
+# feature contract {
 def test_the_environment_turns_the_check_of_the_contract_on(opened, monkeypatch):
     monkeypatch.setenv("TORCH_ROS_CHECK_CONTRACT", "1")
     tensors = {"w": torch.ones(3)}
@@ -387,6 +388,7 @@ def test_the_environment_turns_the_check_of_the_contract_on(opened, monkeypatch)
         handle.unpublish()
 
 
+# } contract
 def test_a_handle_says_where_it_stands(opened):
     handle = opened("r")
     assert (handle.state, "seated" in repr(handle)) == ("seated", False)

@@ -131,6 +131,7 @@ def test_a_box_that_moves_or_no_longer_fits_is_noticed(opened):
         trainer.publish(3)
 
 
+# feature contract {
 def test_a_write_to_a_box_breaks_the_contract(opened):
     trainer, engine = opened("trainer", check_contract=True), Engine()
     trainer.register(engine.tensors)
@@ -140,6 +141,7 @@ def test_a_write_to_a_box_breaks_the_contract(opened):
         trainer.unpublish()
 
 
+# } contract
 def test_a_retained_version_in_boxes_is_copied_to_host_memory(opened):
     trainer, engine = opened("trainer", retain=("latest",)), Engine()
     engine.fill(1)

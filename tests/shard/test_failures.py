@@ -538,6 +538,7 @@ def test_a_group_verifies_what_its_ranks_read_together(opened, pool):
     assert "'w3'" in str(errors[0])
 
 
+# feature contract {
 def test_writing_to_published_tensors_is_found_by_who_checks_the_contract(opened):
     trainer, tensors = publisher(opened, check_contract=True)
     tensors["w5"][3] += 1
@@ -569,6 +570,7 @@ def test_a_guarded_optimizer_unpublishes_before_it_steps(opened):
         trainer.unpublish()
 
 
+# } contract
 @pytest.mark.parametrize("has_other", [False, True])
 @pytest.mark.parametrize("is_full", [False, True])
 def test_a_source_that_does_not_answer_is_left_only_for_another(monkeypatch, has_other, is_full):

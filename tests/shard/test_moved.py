@@ -206,6 +206,7 @@ def test_a_function_may_give_a_part_by_other_names(opened):
     assert torch.equal(got["lora.first.weight"], model.first.weight)
 
 
+# feature contract {
 @pytest.mark.parametrize(
     "move",
     [offload_and_back, set_storage, MOVES[10], MOVES[12]],
@@ -270,6 +271,7 @@ def test_an_optimizer_of_another_model_is_told_at_once(opened, caplog):
     assert "no parameter of the guarded optimizer" in caplog.text
 
 
+# } contract
 def sharded(mesh):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     for layer in model:
@@ -277,6 +279,7 @@ def sharded(mesh):
     return fully_shard(model, mesh=mesh)
 
 
+# feature contract {
 def test_a_module_of_fsdp2_is_published_sharded_whenever_it_is_registered(opened, mesh):
     model, trainer = sharded(mesh), opened("trainer", rank=0, world_size=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -297,6 +300,7 @@ def test_a_module_of_fsdp2_is_published_sharded_whenever_it_is_registered(opened
                 assert torch.equal(got[fqn], tensor.full_tensor()), fqn
 
 
+# } contract
 def test_parameters_that_fsdp2_has_unsharded_name_the_way_out(opened, mesh):
     model, trainer = sharded(mesh), opened("trainer", rank=0, world_size=1)
     for layer in model:

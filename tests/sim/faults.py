@@ -672,14 +672,6 @@ def _(rule):
     return faulty
 
 
-answers(
-    "a version that its publisher wrote to stays what it is",
-    "withdrawal:withdraw",
-    value=Done(None),
-    scenario="withdrawn",
-)
-
-
 @instead("a manifest that was read once is believed", "Peers.state", scenario="moved")
 def _(shown, self, card, *others, **more):
     known = {agent: dict(read) for agent, read in self._manifests.items() if read}

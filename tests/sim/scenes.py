@@ -27,7 +27,6 @@ from torch_ros.shard.checkpoint import SaveRequest
 from torch_ros.store.txn import Commit, Delete, Put, Read, Watch, whole
 from torch_ros.transfer import peers
 from torch_ros.transfer.registered import LocalState
-from torch_ros.transfer.writes import Write
 
 SIZE = 2  # ranks of a replica
 LINGER_S = 40.0
@@ -1889,51 +1888,6 @@ def moved(scene: Scene) -> None:
         scene.until("r.1/0 has 2", "r.1/1 has 2")
 
     scene.play(2, t=train, r=read)
-
-
-def withdrawn(scene: Scene) -> None:
-    """I1: a version that its publisher wrote to is taken from nobody who holds it."""
-
-    def train(me: Process) -> None:
-        publish(me, 1)
-        scene.until("r.1 has 1")
-        held = me.shard.held
-        me.shard.tensors.written = lambda: Write("w0", 1, is_certain=True)
-        try:
-            me.handle.unpublish()
-        except errors.ContractBroken:
-            me.scribble_if_free()
-        else:
-            raise Broken("a write to what was published is not told")
-        del me.shard.tensors.written
-        demand(me.handle.version is None, "I2: it raised, and a version is held")
-        scene.reach("withdrawn", until="n has none")
-        publish(me, 2, 8)
-        demand(me.shard.held.uid != held.uid, "I1: another content has its uid")
-        scene.until("r.1 has 2", "n.2 has 2")
-
-    def read(me: Process) -> None:
-        replicate(me)
-        scene.reach(f"{me.start} has 1", until=("withdrawn", "n has none"))
-        _go_to(me, 2)
-        scene.checks.returned(me, 2)
-        scene.reach(f"{me.start} has 2", until=("r.1 has 2", "n.2 has 2"))
-
-    def come(me: Process) -> None:
-        scene.until("withdrawn")
-        found = me.handle.replicate(missing_ok=True, timeout_s=20)
-        demand(found is None, f"I1: version {found} is taken from who holds it")
-        scene.reach("n has none")
-        _go_to(me, 2)
-        scene.checks.returned(me, 2)
-        scene.reach(f"{me.start} has 2", until=("r.1 has 2", "n.2 has 2"))
-
-    def _go_to(me: Process, version: int) -> None:
-        while me.handle.version != version:
-            me.handle.update(timeout_s=20)
-            scene.sleep(0.1)
-
-    scene.play(t=train, r=read, n=come)
 
 
 def other_bytes(scene: Scene) -> None:

@@ -17,6 +17,7 @@ from torch_ros.copies.transforms import Transform
 from torch_ros.copies.turns import HostBuffers
 from torch_ros.errors import UsageError
 from torch_ros.face.aio import AsyncHandle
+from torch_ros.features.contract.flow import Contract  # feature contract
 from torch_ros.features.deltas.copies import DeltaOptions  # feature deltas
 from torch_ros.features.deltas.flow import Deltas  # feature deltas
 from torch_ros.features.following import flow as following  # feature following
@@ -75,7 +76,11 @@ class ShardHandle:
     a child whose parent had one open at the fork: use spawn, or fork first.
     """
 
-    def __init__(self, shard: Shard) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        check_contract: bool = False,  # noqa: FBT002  # feature contract
+    ) -> None:
         self._shard = shard
         self.model: str = shard.model
         self.checkpoints: Checkpoints = Checkpoints(shard)
@@ -87,6 +92,7 @@ class ShardHandle:
         self.archives: Archives = Archives(shard)
         """For torch_ros.bucket; no stable interface."""
         # } handover
+        self._contract = Contract(shard, checks=check_contract)  # feature contract
         self._reads = Reads(shard)  # feature reading
         self._streams = Streams(shard)  # feature streams
         self._installs = Installs(shard)  # feature installs
@@ -352,6 +358,7 @@ class ShardHandle:
 
         return self.checkpoints.save_made(version, made)
 
+    # feature contract {
     def guard(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """From now on, `unpublish` before each step of `optimizer`, which writes to its parameters.
 
@@ -368,8 +375,10 @@ class ShardHandle:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UsageError(f"guard({optimizer!r}): expected a torch.optim.Optimizer")
         hook = optimizer.register_step_pre_hook(lambda *_: self.unpublish())
-        self._shard.tensors.guard(optimizer, hook)
+        self._contract.guard(optimizer, hook)
         return hook
+
+    # } contract
 
     def unpublish(self, *, timeout_s: float | None = None) -> None:
         """Stop offering what is held; returns once nobody reads it any more.

@@ -95,7 +95,7 @@ OPTIONS: Mapping[str, arguments.Check] = {  # of `open`
     "drain_s": arguments.seconds,
     "linger_s": arguments.seconds,
     "digests": arguments.one_of(get_args(Depth)),
-    "check_contract": arguments.yes_or_no,
+    "check_contract": arguments.yes_or_no,  # feature contract
     "relay": arguments.yes_or_no,
     "staging_bytes": arguments.whole(0, 1 << 40),
     "costs": arguments.optional(arguments.instance(Costs)),
@@ -129,7 +129,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     drain_s: float = 60.0,
     linger_s: float = 30.0,
     digests: Depth = "off",
-    check_contract: bool = False,
+    check_contract: bool = False,  # feature contract
     relay: bool = True,
     transport: TransportName | None = None,
     staging_bytes: int = 4 << 20,
@@ -248,9 +248,11 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     arguments.check(locals(), OPTIONS)
     keeper = LastCopies.of(retain)  # feature retention
     way, reason = _chosen(transport)
+    # feature contract {
     check_contract = check_contract or environment.value(environment.CHECK_CONTRACT) == "1"
-    depth: Depth = "full" if check_contract and digests == "off" else digests
-    chosen = Settings(timeout_s, linger_s, depth, check_contract, relay, displays(on_progress))
+    digests = "full" if check_contract and digests == "off" else digests
+    # } contract
+    chosen = Settings(timeout_s, linger_s, digests, relay, displays(on_progress))
     deadline = Deadline(f"open({model!r})", timeout_s)
     place = identify(model, replica, rank, world_size, timeout_s=timeout_s)
     # feature following {
@@ -285,7 +287,10 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     shard.policy = NearFirst(shard, forerunner)
     # } seeding
     shard.policy = shard.policy if policy is None else Chosen(policy)  # feature following
-    handle = ShardHandle(shard)
+    handle = ShardHandle(
+        shard,
+        check_contract,  # feature contract
+    )
     lend(handle.copies, shard.transport.agent, borrow_bytes)  # feature lending
     return handle
 

@@ -56,7 +56,6 @@ from torch_ros.protocol.versions import (
     shows_all,
     spec_ranges,
 )
-from torch_ros.protocol.withdrawal import withdrawn_uid
 from torch_ros.store.loops import Act, Done, Step, Wait, WaitAtMost
 from torch_ros.store.txn import (
     Count,
@@ -461,10 +460,10 @@ def complete(
     assert ref is not None
     key = seat.keys.version(ref.run, ref.version)
     record, own = VersionRecord.at(view, key), view.get(seat.holding(ref))
-    if record is not None and record.uid == withdrawn_uid(ref.uid):
+    if record is not None and record.uid != ref.uid:  # no publication does that while it is read
         reason = "its publisher withdrew it: it was written to while it was read"
         raise VersionNotFound(seat.keys.model, str(ref.version), reason)
-    if record is None or own is None or record.uid != ref.uid:
+    if record is None or own is None:
         reason = f"the records of version {ref.version} vanished from the store meanwhile"
         raise CallAborted(seat.replica, call.number, seat.rank, reason)
     expected = record.layout

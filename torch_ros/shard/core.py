@@ -33,7 +33,6 @@ from torch_ros.protocol.policy import NEWEST, Policy
 from torch_ros.protocol.records import Asked, Call, Kind, ShardRecord, VersionRef, mark
 from torch_ros.shard.beginnings import Beginning, Beginnings
 from torch_ros.shard.collective import end_for_peers
-from torch_ros.shard.contract import conclude
 from torch_ros.shard.manifests import Manifests
 from torch_ros.shard.observed import Observed
 from torch_ros.shard.report import Reports, Stopwatch
@@ -66,7 +65,6 @@ class Settings:
     timeout_s: float
     linger_s: float
     depth: Depth
-    check_contract: bool
     relay: bool
     displays: Displays  # of reads
 
@@ -118,7 +116,7 @@ class Shard:
         self.mailbox, self.reading, self.transport = mailbox, reading, transport
         self.features = []
         self.word = OwnWord(group, mailbox, self.features)
-        self.tensors = Tensors(mailbox, pages)
+        self.tensors = Tensors(mailbox, pages, self.features)
         self.manifests = Manifests(group, mailbox, reading.peers)
         self.beginnings = Beginnings(group, self.end_beginning)
         self.digests = Digests()
@@ -310,9 +308,9 @@ class Shard:
             counted: The version that ranks without a seat take for held, and make this call for.
         """
         held, counted = self.held, counted or self.group.ledger.not_waited_for
-        kept, write = self.group.ledger.holds, self.tensors.written()
-        if may_forget:
-            for feature in self.features:
+        for feature in self.features:
+            feature.unpublishes()
+            if may_forget:
                 feature.gives_up()
         try:
             self.catch_up(deadline, Patience(is_unpublish=may_forget))
@@ -334,7 +332,8 @@ class Shard:
             self._has_given_up()
             log.info("%s; its tensors are taken back without the store", lost)
         if held is not None:
-            conclude(self, held, kept, write, deadline)
+            for feature in self.features:
+                feature.has_unpublished(held, deadline)
 
     def _unpublication(
         self, held: VersionRef, asked: Asked, deadline: Deadline, passing: Passing = ALONE

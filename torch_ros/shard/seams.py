@@ -137,6 +137,18 @@ class Feature:
     def registers(self) -> None:
         """The owner has registered tensors anew."""
 
+    def examines(self, tensors: LocalState) -> None:
+        """Tensors are registered by their owner, or to be published.
+
+        Raises: UsageError: They may not be.
+        """
+
+    def offers(self) -> None:
+        """What is registered is a version from now on."""
+
+    def lets_go(self) -> None:
+        """What was registered is not any more; keep none of its memory."""
+
     def gives_up(self) -> None:
         """The held version is given up, or let go of, and nothing is read into it."""
 
@@ -144,6 +156,9 @@ class Feature:
         """The word is cleared: no content is shown from now on."""
 
     # An unpublish
+
+    def unpublishes(self) -> None:
+        """An unpublish begins, and nothing has changed yet."""
 
     def sees(self, view: View) -> None:
         """An unpublish is decided from this view; told of each until it ends."""
@@ -160,6 +175,12 @@ class Feature:
 
     def has_given_up(self) -> None:
         """An unpublish has ended, well or not, or the tensors were taken back without etcd."""
+
+    def has_unpublished(self, held: VersionRef, deadline: Deadline) -> None:
+        """It has ended: what was held is the owner's again.
+
+        Raises: ContractBroken: And what was read of it is not what was published.
+        """
 
     def shows(self) -> Iterable[Shown]:
         """The versions that it shows beside what is held."""
@@ -184,6 +205,9 @@ class Feature:
 
     def looked_at(self, ref: VersionRef) -> None:
         """The contents of a version were looked at, which its number stands for now."""
+
+    def seeks(self, view: View, held: VersionRef) -> None:
+        """A newer version than what is held is looked for, in this view of all versions."""
 
     def supplier(self, spec: Spec, deadline: Deadline) -> Supplier | None:
         """A replicate begins. A way of the feature's own to what it reads; None: it has none."""

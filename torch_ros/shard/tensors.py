@@ -5,17 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
-from torch_ros.errors import ContractBroken, UsageError
+from torch_ros.errors import UsageError
 from torch_ros.p2p.pages import Pages
 from torch_ros.printable import log_of
 from torch_ros.protocol.records import VersionRef
-from torch_ros.shard.guarding import Guarded
+from torch_ros.shard.seams import Feature
 from torch_ros.transfer.mailbox import Digests, Mailbox
 from torch_ros.transfer.named import Named, NamedTensors
-from torch_ros.transfer.registered import LocalState, finish_kernels
-from torch_ros.transfer.writes import Counts, Write
+from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.local import copy_bits
 from torch_ros.weights.manifest import Logical
 
@@ -34,14 +32,13 @@ class Brought:
 class Tensors:
     """At most one set of tensors at a time. The caller makes sure that nobody reads them."""
 
-    def __init__(self, mailbox: Mailbox, pages: Pages) -> None:
-        self._mailbox, self._pages = mailbox, pages
+    def __init__(self, mailbox: Mailbox, pages: Pages, features: Sequence[Feature] = ()) -> None:
+        self._mailbox, self._pages, self._features = mailbox, pages, features
         self.registered: LocalState | None = None
         self.brought: Brought | None = None  # by a read, and nothing has been filled since
         self._named: NamedTensors | None = None  # of `register` or a read, not a save or load
-        self._is_copy = False  # what is registered was made for one version
-        self._guarded = Guarded()
-        self._counts: Counts | None = None  # of writes, since what is registered was offered
+        self.is_copy = False  # what is registered was made for one version
+        self._places: Sequence[int] = ()  # of what is registered, as it was shown
         self._told = set[object]()  # what warnings have said that are given once
 
     def show(self, state: LocalState, *, is_copy: bool = False) -> LocalState:
@@ -63,7 +60,9 @@ class Tensors:
         except BaseException:
             self.hide()
             raise
-        self.registered, self._is_copy, self._counts = registered, is_copy, None
+        self.registered, self.is_copy, self._places = registered, is_copy, _places(registered)
+        for feature in self._features:
+            feature.lets_go()
         self._named = registered.named or self._named
         if self._pages.is_on and self._mailbox.regions is not before:
             self._pages.follow(*registered.unpinned())
@@ -74,9 +73,9 @@ class Tensors:
 
         Raises: UsageError: There are some.
         """
-        if self._named is not None or (self.registered is not None and not self._is_copy):
+        if self._named is not None or (self.registered is not None and not self.is_copy):
             raise UsageError("this handle has registered tensors; unregister() them first")
-        self.look_at_guarded(state)
+        self.examine(state)
         if self.registered is None:
             self.show(state)
         self._named = state.named
@@ -91,30 +90,20 @@ class Tensors:
     def hide(self) -> None:
         """Show nothing; what `register` was given may be shown again."""
         self._mailbox.withdraw()
-        self.registered = self.brought = self._counts = None
+        self.registered = self.brought = None
         self._pages.follow(())
+        for feature in self._features:
+            feature.lets_go()
 
     def withdraw(self) -> None:
         """The same, and forget what `register` was given."""
         self.hide()
         self._named = None
 
-    def guard(self, optimizer: torch.optim.Optimizer, hook: RemovableHandle) -> None:
-        """Look from now on whether what `optimizer` steps is what is registered."""
-        self._guarded.add(optimizer, hook)
-        if self.registered is None or self._is_copy or self.look_at_guarded(self.registered):
-            return
-        log.warning(
-            "no parameter of the guarded optimizer lies where a registered tensor does, and so "
-            "its steps do not change what is published: register the module that it trains"
-        )
-
-    def look_at_guarded(self, state: LocalState) -> bool:
-        """Whether a guarded optimizer steps some of these tensors, which are to be published.
-
-        Raises: UsageError: One of its parameters has left what is registered.
-        """
-        return not self._guarded.is_empty and self._guarded.look(state.firsts)
+    def examine(self, state: LocalState) -> None:
+        """Raises: UsageError: A feature refuses that these tensors, as they are, are published."""
+        for feature in self._features:
+            feature.examines(state)
 
     @property
     def is_empty(self) -> bool:
@@ -133,11 +122,10 @@ class Tensors:
         If `register` was not called: those of the last save or load.
 
         Raises:
-            UsageError: There are none, or they are the copy of a save; or a guarded optimizer's
-                parameter has left them.
+            UsageError: There are none, or they are the copy of a save, or a feature refuses them.
         """
         registered = self._found(call)
-        self.look_at_guarded(registered)
+        self.examine(registered)
         return registered
 
     def require_in_use(self, call: str) -> None:
@@ -148,7 +136,7 @@ class Tensors:
     def _found(self, call: str) -> LocalState:
         named = self._named
         if named is None:
-            if self.registered is not None and self._is_copy:
+            if self.registered is not None and self.is_copy:
                 raise UsageError(
                     f"{call}: this handle has no tensors, only a copy that was made of some to be "
                     "published once (by publish_copy, mode='copy' or dcp.async_save); register() "
@@ -195,42 +183,28 @@ class Tensors:
 
     def offered(self) -> None:
         """The registered tensors are a version from now on, and nobody may write to them."""
-        if self._counts is None and self.registered is not None and not self._is_copy:
-            names = {address: fqn for fqn, address in self.registered.firsts.items()}
-            if self.registered.named is not None:
-                own, is_own = self.registered.named.own, True
-            else:
-                own = [*self.registered.phases[-1].memory, *self.registered.sharded]
-                is_own = False
-            self._counts = Counts(own, self.registered.memory, names, is_own=is_own)
-        if self._counts is not None:
-            self._counts.note()
+        for feature in self._features:
+            feature.offers()
 
-    def written(self) -> Write | None:
-        """A tensor that torch counts as written to since all of them were offered."""
-        return self._counts.since() if self._counts is not None else None
+    @property
+    def freed(self) -> str:
+        """Tells of a tensor whose memory was freed, and may be others' by now; "": of none."""
+        registered = self.registered
+        if registered is None or self._places == (now := _places(registered)):
+            return ""
+        number = next(n for n, place in enumerate(now) if place != self._places[n])
+        fqn = registered.layout.tensors[registered.layout.chunks[number].tensor].fqn
+        how = "untyped_storage().resize_(), share_memory()"
+        return f"the memory of tensor {fqn!r} was freed, its storage is elsewhere ({how})"
 
     def require_there(self) -> None:
-        """Raises: MemoryError: Memory of what is offered was freed."""
-        if self._counts is not None and self._counts.is_freed:
-            raise MemoryError(f"{self._counts.since()}")
+        """Raises: MemoryError: Memory of what is registered was freed."""
+        if freed := self.freed:
+            raise MemoryError(freed)
 
-    def check_unchanged(self, version: int, digests: Digests) -> None:
-        """Compare the tensors with the digests that they had as `version`.
 
-        Raises: ContractBroken: They were written to.
-        """
-        registered = self.registered
-        if registered is None or not digests.chunks:
-            return
-        finish_kernels(registered.cuda_devices)
-        fqn = first_changed(registered, digests.chunks, registered.digests(digests.depth))
-        if fqn is not None:
-            raise ContractBroken(
-                version,
-                f"tensor {fqn!r} is not what it was",
-                "write only after unpublish() has returned; handle.guard(optimizer) sees to it",
-            )
+def _places(registered: LocalState) -> list[int]:
+    return list(map(torch.Tensor.data_ptr, registered.memory))
 
 
 def first_changed(

@@ -18,9 +18,7 @@ from torch_ros.protocol.records import Asked, Call, Outcome, VersionRef
 from torch_ros.protocol.seat import Seat, own_group, recorded
 from torch_ros.protocol.unpublish import unpublish_ranges
 from torch_ros.protocol.versions import Spec, newer_ranges
-from torch_ros.protocol.withdrawal import is_withdrawn
 from torch_ros.shard.collective import collectively
-from torch_ros.shard.contract import tell_withdrawn
 from torch_ros.shard.core import Shard
 from torch_ros.shard.replication import Target, replicate
 from torch_ros.store.loops import Act, Done, Step
@@ -163,6 +161,7 @@ class Search:
 
     def _step(self, view: View, seat: Seat, end: End[T]) -> Step[T]:
         held = self.held
-        if held is not None and is_withdrawn(view, seat.keys, held):
-            tell_withdrawn(self.shard, held)
+        if held is not None:
+            for feature in self.shard.features:
+                feature.seeks(view, held)
         return self.step(view, seat, end)

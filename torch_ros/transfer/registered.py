@@ -133,11 +133,6 @@ class LocalState:
     def addresses(self) -> list[int]:
         return [address for address, _ in map(span_of, self.memory)]
 
-    @cached_property
-    def firsts(self) -> Mapping[str, int]:
-        """Where the first chunk of each tensor is that has one, by fqn; objects left out."""
-        return {t.fqn: t.chunks[0].tensor.data_ptr() for t in self.tensors if t.chunks}
-
     @property
     def spans(self) -> list[tuple[int, int]]:
         """Where the chunks of its tensors are, objects left out."""

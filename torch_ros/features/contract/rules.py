@@ -10,7 +10,7 @@ from torch_ros.store.loops import Act, Done, Step
 from torch_ros.store.txn import Put, Ranges, Txn, View, one
 
 
-def withdrawn_uid(uid: str) -> str:
+def _withdrawn_uid(uid: str) -> str:
     """The uid in the record of a version from which this content was withdrawn; nobody holds it."""
     return blake2b(f"withdrawn/{uid}".encode(), digest_size=8).hexdigest()
 
@@ -29,10 +29,10 @@ def withdraw(view: View, keys: Keys, ref: VersionRef) -> Step[None]:
     record = VersionRecord.at(view, key)
     if record is None or record.uid != ref.uid:
         return Done(None)
-    gone = msgspec.structs.replace(record, uid=withdrawn_uid(ref.uid), layout="")
+    gone = msgspec.structs.replace(record, uid=_withdrawn_uid(ref.uid), layout="")
     return Act(Txn((view.unchanged(key),), (Put(key, gone.encode()),)), lambda _: None)
 
 
 def is_withdrawn(view: View, keys: Keys, held: VersionRef) -> bool:
     record = VersionRecord.at(view, keys.version(held.run, held.version))
-    return record is not None and record.uid == withdrawn_uid(held.uid)
+    return record is not None and record.uid == _withdrawn_uid(held.uid)

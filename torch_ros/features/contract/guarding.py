@@ -8,6 +8,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_ros.errors import UsageError
 from torch_ros.transfer.named import local_of
+from torch_ros.transfer.registered import LocalState
 
 
 class Guarded:
@@ -17,7 +18,7 @@ class Guarded:
         self._optimizers: list[tuple[ReferenceType[torch.optim.Optimizer], RemovableHandle]] = []
         # By fqn, the parameters that lay where the tensor did, and where that was.
         self._known: dict[str, tuple[ReferenceType[torch.Tensor], int]] = {}
-        self._seen: Mapping[str, int] | None = None  # the addresses that were looked at last
+        self._seen: ReferenceType[LocalState] | None = None  # those that were looked at last
 
     def add(self, optimizer: torch.optim.Optimizer, hook: RemovableHandle) -> None:
         self._optimizers.append((ref(optimizer), hook))
@@ -27,16 +28,18 @@ class Guarded:
     def is_empty(self) -> bool:
         return not self._optimizers
 
-    def look(self, addresses: Mapping[str, int]) -> bool:
-        """Whether some guarded optimizer steps tensors at these addresses; they are by fqn.
+    def look(self, tensors: LocalState) -> bool:
+        """Whether some guarded optimizer steps some of these.
 
         Raises:
             UsageError: A parameter was a tensor of these, which is where it was, and is elsewhere
                 by now. Names the tensor.
         """
-        if addresses is not self._seen or any(map(_has_left, self._known.values())):
-            self._compare(addresses)
-        self._seen = addresses
+        there = tensors.known or tensors
+        is_new = self._seen is None or self._seen() is not there
+        if is_new or any(map(_has_left, self._known.values())):
+            self._compare(firsts(there))
+        self._seen = ref(there)
         return bool(self._known)
 
     def _compare(self, addresses: Mapping[str, int]) -> None:
@@ -67,6 +70,11 @@ class Guarded:
             for group in optimizer.param_groups:
                 yield from group["params"]
         self._optimizers = kept
+
+
+def firsts(state: LocalState) -> Mapping[str, int]:
+    """Where the first chunk of each tensor is that has one, by fqn; objects left out."""
+    return {t.fqn: t.chunks[0].tensor.data_ptr() for t in state.tensors if t.chunks}
 
 
 def _has_left(known: tuple[ReferenceType[torch.Tensor], int]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -12,29 +12,20 @@ from torch.distributed.tensor import DTensor
 from torch_ros.transfer.named import local_of
 
 _count = attrgetter("_version")
-_place = torch.Tensor.data_ptr
 _impl = attrgetter("_cdata")  # where torch has what it knows of a tensor, its count too
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """A tensor that was written to, or whose memory was freed, so that others write there.
+    """What was found of a tensor that was written to, or whose memory was freed for others.
 
     Attributes:
-        times: 0: it was freed.
         is_certain: The write was to this very memory. It may not be: a DTensor and its local tensor
             are counted apart, views of one storage and aliases (`detach()`) together.
     """
 
-    fqn: str
-    times: int
+    what: str
     is_certain: bool
-
-    def __str__(self) -> str:
-        if not self.times:
-            how = "untyped_storage().resize_(), share_memory()"
-            return f"the memory of tensor {self.fqn!r} was freed, its storage is elsewhere ({how})"
-        return f"torch has counted {self.times} writes to tensor {self.fqn!r}"
 
 
 class Counts:
@@ -45,41 +36,25 @@ class Counts:
 
     Args:
         tensors: The user's own where `is_own`; else others that are the same memory.
-        memory: All that is offered; it stays where it is, unless its storage gets other memory.
         names: By the address of a tensor's first element.
     """
 
     def __init__(
-        self,
-        tensors: Iterable[torch.Tensor],
-        memory: Sequence[torch.Tensor],
-        names: Mapping[int, str],
-        *,
-        is_own: bool,
+        self, tensors: Sequence[torch.Tensor], names: Mapping[int, str], *, is_own: bool
     ) -> None:
         self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
-        self._memory, self._names, self._is_own = memory, names, is_own
+        self._names, self._is_own = names, is_own
         self._firsts = [local_of(tensor).data_ptr() for tensor in self._tensors]
         self._impls = list(map(_impl, self._tensors))
-        self._before: list[int] = []
-        self._places = list(map(_place, memory))
+        self.note()
 
     def note(self) -> None:
         """They are offered from now on."""
         self._before = list(map(_count, self._tensors))
 
-    @property
-    def is_freed(self) -> bool:
-        """Whether some of the memory is not theirs any more, and may not be there."""
-        return self._places != list(map(_place, self._memory))
-
     def since(self) -> Write | None:
-        """The first tensor that was written to since, or freed; None: none that is counted."""
-        if self.is_freed:
-            here = zip(self._places, self._memory, strict=True)
-            freed = next(place for place, tensor in here if tensor.data_ptr() != place)
-            return Write(self._names.get(freed, "?"), 0, is_certain=True)
-        if not self._before or self._before == list(map(_count, self._tensors)):
+        """The first tensor that was written to since; None: none that is counted."""
+        if self._before == list(map(_count, self._tensors)):
             return None
         noted = zip(self._tensors, self._impls, self._firsts, self._before, strict=True)
         found = [
@@ -97,4 +72,5 @@ class Counts:
         )
         # Elsewhere by now (`p.data = ...`), it may have been written there.
         is_there = local_of(tensor).data_ptr() == first
-        return Write(self._names.get(first, "?"), times, self._is_own and is_all and is_there)
+        what = f"torch has counted {times} writes to tensor {self._names.get(first, '?')!r}"
+        return Write(what, self._is_own and is_all and is_there)

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import torch_ros
 from torch_ros.dcp import ROSWriter
-from torch_ros.errors import ContractBroken
+from torch_ros.errors import ContractBroken, VersionNotFound
 
 endpoint = pytest.fixture(memory)
 
@@ -247,7 +247,7 @@ def test_an_outage_gives_the_tensors_back_before_the_error(opened, monkeypatch, 
     def away(*_):
         raise torch_ros.errors.StoreUnavailable("etcd", 1.0, "away")
 
-    monkeypatch.setattr("torch_ros.shard.contract.run", away)
+    monkeypatch.setattr("torch_ros.features.contract.flow.run", away)
     with pytest.raises(ContractBroken):
         trainer.unpublish()
     assert trainer.version is None
@@ -276,3 +276,25 @@ def test_a_written_tensor_that_has_moved_since_is_told_by_its_name(opened, caplo
     model.weight.data = model.weight.data.clone()
     trainer.unpublish()
     assert "writes to tensor 'weight'" in caplog.text
+
+
+def test_a_read_under_way_of_what_its_publisher_withdraws_does_not_complete(opened):
+    trainer, told = opened("trainer", check_contract=True, drain_s=0), []
+    tensors = {"w": torch.zeros(4)}
+
+    def arrived(done, total):
+        if done < total or told:
+            return
+        tensors["w"].add_(1)
+        with pytest.raises(ContractBroken) as broken:
+            trainer.unpublish()
+        told.append(broken)
+
+    rollout = opened("rollout", on_progress=arrived)
+    trainer.register(tensors)
+    trainer.publish(1)
+    rollout.register({"w": torch.ones(4)})
+    with pytest.raises(VersionNotFound, match="its publisher withdrew it"):
+        rollout.replicate(1)
+    assert told
+    assert rollout.version is None
