@@ -880,7 +880,7 @@ def _(rule, view, who, nonce):
     step = rule(view, who, nonce)
     if isinstance(step, Wait) and "has ranks" in step.reason:
         group = records.GroupRecord.decode(view.entries[who.group].value, who.group)
-        return Done(membership.Joined(group, 1, is_complete=True))
+        return Done(membership.seat_of(who, group, 1, {}))
     return step
 
 

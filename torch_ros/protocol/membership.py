@@ -1,8 +1,7 @@
 """Membership in a replica's group, from joining to the end. Pure, like `calls`."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from enum import Enum
 
 import msgspec
 
@@ -31,7 +30,6 @@ from torch_ros.protocol.seat import CALLS_KEPT, CLOSED, Seat, claims_of, decisio
 from torch_ros.protocol.versions import is_passed, run_numbers, spec_ranges
 from torch_ros.store.loops import Act, Done, Step, Wait
 from torch_ros.store.txn import (
-    Count,
     Delete,
     Empty,
     Entry,
@@ -48,36 +46,37 @@ from torch_ros.store.txn import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """This rank has its seat; the group may still lack others."""
+class GroupMade(Enum):
+    """Whether a group's record is made under the nonce that a rank has for it."""
 
-    group: GroupRecord
-    run_number: int
-    is_complete: bool
-    unwaited: tuple[tuple[int, Call, str], ...] = ()  # publications that peers did not wait for
-    knows: tuple[tuple[int, frozenset[str]], ...] = ()  # by rank; see `Seat.knows`
+    YES = "by this rank, or by a peer that was faster"
+    REPLACES = "by this rank, in the place of a living incarnation"
+    NO = "peers have had seats under this nonce, which is not used again"
 
 
-def seat_of(who: Applicant, joined: Joined) -> Seat:
+def seat_of(
+    who: Applicant, group: GroupRecord, run_number: int, shards: Mapping[int, ShardRecord]
+) -> Seat:
+    """The seat of this rank among peers that have theirs, with what those bring along."""
     return Seat(
         keys=who.keys,
         replica=who.replica,
-        nonce=joined.group.nonce,
+        nonce=group.nonce,
         rank=who.rank,
         world_size=who.world_size,
-        run=joined.group.run,
-        run_number=joined.run_number,
-        unwaited=joined.unwaited,
+        run=group.run,
+        run_number=run_number,
+        # It does not come again to what peers did not wait for.
+        unwaited=tuple((r, s.ready, s.answer) for r, s in shards.items() if s.ready is not None),
         lease_id=who.lease_id,
         # As the record says, or a rank that was started with another answer would differ.
-        datacenter=joined.group.datacenter,
-        spot=joined.group.spot,
+        datacenter=group.datacenter,
+        spot=group.spot,
         drain_s=who.drain_s,
         prefers=who.prefers,
         leaves=who.leaves,
         keeper=who.keeper,
-        knows=joined.knows,
+        knows=tuple((rank, frozenset(shard.knows)) for rank, shard in shards.items()),
     )
 
 
@@ -131,25 +130,21 @@ def _is_called_off(group: GroupRecord) -> bool:
     return group.refusal is not None and group.refusal.kind == CallAborted.__name__
 
 
-def create_group(view: View, who: Applicant) -> Step[bool | None]:
-    """Make this replica's group record; whether a living incarnation had to go for it.
-
-    None: peers have had seats under this nonce, which must not be used again.
-    """
+def create_group(view: View, who: Applicant) -> Step[GroupMade]:
+    """Make this replica's group record, and its run; the records of an incarnation before it go."""
     old = GroupRecord.at(view, who.group)
     if old and who.left_behind:
         require_own(old, who)
-    is_own = old is not None and who.is_shared and not who.left_behind
-    if old and (_is_open_to(old, who) or (is_own and k.family(old.nonce) == who.nonce)):
-        return Done(value=False)  # a peer was faster
+    if old and (_is_open_to(old, who) or _is_of_peers(old, who)):
+        return Done(GroupMade.YES)
     seats = who.keys.shards(k.instance(who.replica, who.nonce))
-    if any(True for _ in view.within(seats)):
-        return Done(None)
+    if any(view.within(seats)):
+        return Done(GroupMade.NO)
     if who.run_number:
         assert who.run is not None
-        run, (run_ops, guards) = who.run, restored_run(view, who, who.run, who.run_number)
+        run, (run_ops, run_guards) = who.run, restored_run(view, who, who.run, who.run_number)
     else:
-        run, run_ops, guards = choose_run(view, who)
+        run, run_ops, run_guards = choose_run(view, who)
     group = GroupRecord(
         who.nonce,
         who.world_size,
@@ -163,17 +158,21 @@ def create_group(view: View, who: Applicant) -> Step[bool | None]:
     ops: list[Op] = [Put(who.group, group.encode(), who.lease_id), *run_ops, *numbered]
     ops += map(Delete, who.keys.seen_beside(who.replica))
     ops += who.keeper.beside(who)
+    guards = (view.unchanged(who.group), Empty(seats), *is_new, *run_guards)
     if old:
         inst = k.instance(who.replica, old.nonce)
         decisions = who.keys.decisions(inst)
         # What is decided meanwhile may bring a holding that would be left over.
         guards = (*guards, view.unchanged(decisions))
-        ops.append(Delete(one(decisions)))
-        ops += records_of(view, who.keys, inst)
-    is_there = old is not None and old.left is None and old.refusal is None
-    is_replaced = is_there and not who.left_behind
-    guards = (view.unchanged(who.group), Empty(seats), *is_new, *guards)
-    return Act(Txn(guards, tuple(ops)), lambda _: is_replaced)
+        ops += [Delete(one(decisions)), *records_of(view, who.keys, inst)]
+    is_living = old is not None and old.left is None and old.refusal is None
+    made = GroupMade.REPLACES if is_living and not who.left_behind else GroupMade.YES
+    return Act(Txn(guards, tuple(ops)), lambda _: made)
+
+
+def _is_of_peers(group: GroupRecord, who: Applicant) -> bool:
+    """Whether peers made it under the nonce that they share with this rank, which starts."""
+    return who.is_shared and not who.left_behind and k.family(group.nonce) == who.nonce
 
 
 def processes(view: View) -> Step[list[str]]:
@@ -181,39 +180,44 @@ def processes(view: View) -> Step[list[str]]:
     return Done([f"{shard.host}:{shard.pid}" for _, _, shard, _ in there])
 
 
-def join(view: View, who: Applicant, nonce: str) -> Step[Joined | None]:
-    """Take the seat of this rank in group `nonce`. None: that group is gone, look again."""
+def join(view: View, who: Applicant, nonce: str) -> Step[Seat | None]:
+    """This rank's seat in group `nonce`, once all ranks have theirs. None: it is gone, look again.
+
+    Its first step is to sit down, by its Shard record; the last who does completes the group.
+    """
     group = GroupRecord.at(view, who.group)
     if group is None or group.nonce != nonce:
         return Done(None)
     if group.refusal is not None:
         raise group.refusal.error()
     inst = k.instance(who.replica, nonce)
-    seats, own = who.keys.shards(inst), who.keys.shard(inst, who.rank)
+    own = who.keys.shard(inst, who.rank)
     taken = view.get(own)
+    is_seated = taken is not None and taken.lease_id == who.lease_id
     if group.left is not None:
-        was_there = taken is not None and taken.lease_id == who.lease_id
-        return _look_again(group, who, was_there=was_there)
+        return _look_again(group, who, was_there=is_seated)
     if group.world_size != who.world_size:
         return _refuse(view, who, group)
-    if taken is not None and taken.lease_id != who.lease_id:
+    if taken is not None and not is_seated:
         holder = ShardRecord.decode(taken.value, own)
         reason = f"rank {who.rank} of replica {who.replica!r} is {holder.host}:{holder.pid}"
         return Wait(reason, (one(own), one(who.group)))
-    number = run_numbers(view, who.keys).get(group.run) or max(1, who.run_number)
-    seated = Joined(group, number, is_complete=False)
+    if taken is None and group.is_complete:
+        return Done(None)  # the seat of a rank that died, in a group that has made calls
     if taken is None:
-        return _sit_down(view, who, group, seated)
-    joined = Joined(group, number, is_complete=True)
-    shards = _shards(view, seats, who)
+        return _sit_down(view, who, inst)
+    shards = _shards(view, who, inst)
+    number = run_numbers(view, who.keys).get(group.run) or max(1, who.run_number)
+    seat = seat_of(who, group, number, shards)
     if group.is_complete:
-        return Done(_resumed(joined, shards))
+        return Done(seat)
     if len(shards) < who.world_size:
         reason = f"replica {who.replica!r} has ranks {list(shards)} of {who.world_size}"
         # A stranger among those that come back has to notice by itself: see `_completed`.
         may_be_strange = "." in group.nonce and not who.shard.is_back
-        return Wait(reason, (one(who.group), *((seats,) if may_be_strange else ())))
-    return _completed(view, who, group, shards, joined)
+        seats = (who.keys.shards(inst),) if may_be_strange else ()
+        return Wait(reason, (one(who.group), *seats))
+    return _completed(view, who, group, shards, seat)
 
 
 def _look_again(group: GroupRecord, who: Applicant, *, was_there: bool) -> Step[None]:
@@ -225,8 +229,8 @@ def _look_again(group: GroupRecord, who: Applicant, *, was_there: bool) -> Step[
     return Done(None)
 
 
-def _shards(view: View, seats: Range, who: Applicant) -> dict[int, ShardRecord]:
-    there = keyed(view.within(seats), k.parse_rank)
+def _shards(view: View, who: Applicant, inst: str) -> dict[int, ShardRecord]:
+    there = keyed(view.within(who.keys.shards(inst)), k.parse_rank)
     return {
         rank: ShardRecord.decode(entry.value, key)
         for key, rank, entry in there
@@ -234,20 +238,9 @@ def _shards(view: View, seats: Range, who: Applicant) -> dict[int, ShardRecord]:
     }
 
 
-def _resumed(joined: Joined, shards: Mapping[int, ShardRecord]) -> Joined:
-    """With what peers know, and what they did not wait for: they do not come to that again."""
-    unwaited = tuple((r, s.ready, s.answer) for r, s in shards.items() if s.ready is not None)
-    knows = tuple((rank, frozenset(shard.knows)) for rank, shard in shards.items())
-    return dataclasses.replace(joined, unwaited=unwaited, knows=knows)
-
-
 def _completed(
-    view: View,
-    who: Applicant,
-    group: GroupRecord,
-    shards: Mapping[int, ShardRecord],
-    joined: Joined,
-) -> Step[Joined | None]:
+    view: View, who: Applicant, group: GroupRecord, shards: Mapping[int, ShardRecord], seat: Seat
+) -> Step[Seat | None]:
     """All ranks are there: say so, with what they bring along."""
     records = [shards[rank] for rank in sorted(shards)]
     if strange := _strange(records):
@@ -257,38 +250,26 @@ def _completed(
         )
         if not who.shard.is_back:
             raise UsageError(reason)
-        seats = who.keys.shards(k.instance(who.replica, group.nonce))
-        return Wait(reason, (one(who.group), seats))
+        return Wait(reason, (one(who.group), who.keys.shards(seat.inst)))
     entry = view.entries[who.group]
     complete = msgspec.structs.replace(group, is_complete=True)
     ops, guards = _adopt(view, who, group, entry, records)
     put = Put(who.group, complete.encode(), entry.lease_id)
     for feature, value in adopted_values(records).items():
-        key = who.keys.carried_at(k.instance(who.replica, group.nonce), feature)
+        key = who.keys.carried_at(seat.inst, feature)
         ops.append(Put(key, bytes(value), entry.lease_id))
-    resumed = _resumed(joined, shards)
-    return Act(Txn((view.unchanged(who.group), *guards), (put, *ops)), lambda _: resumed)
+    return Act(Txn((view.unchanged(who.group), *guards), (put, *ops)), lambda _: seat)
 
 
-def _sit_down(
-    view: View, who: Applicant, group: GroupRecord, seated: Joined
-) -> Step[Joined | None]:
-    if group.is_complete:
-        return Done(None)  # the seat of a rank that died, in a group that has made calls
-    inst = k.instance(who.replica, group.nonce)
+def _sit_down(view: View, who: Applicant, inst: str) -> Act[Seat | None]:
     own = who.keys.shard(inst, who.rank)
-    seen = msgspec.structs.replace(
-        who.seen or SeenRecord(who.shard.host, who.shard.pid), at_ms=who.at_ms
+    process = who.seen or SeenRecord(who.shard.host, who.shard.pid)
+    seen = msgspec.structs.replace(process, at_ms=who.at_ms)
+    puts = (
+        Put(own, who.shard.encode(), who.lease_id),
+        Put(who.keys.seen_at(who.replica, who.rank), seen.encode()),
     )
-    txn = Txn(
-        (view.unchanged(who.group), view.unchanged(own)),
-        (
-            Put(own, who.shard.encode(), who.lease_id),
-            Put(who.keys.seen_at(who.replica, who.rank), seen.encode()),
-            Count(who.keys.shards(inst)),
-        ),
-    )
-    return Act(txn, lambda _: seated)
+    return Act(Txn((view.unchanged(who.group), view.unchanged(own)), puts), None)
 
 
 def adopted(shards: Sequence[ShardRecord]) -> tuple[list[Call], Kept | None]:
@@ -298,14 +279,14 @@ def adopted(shards: Sequence[ShardRecord]) -> tuple[list[Call], Kept | None]:
     """
     calls: dict[int, Call] = {}
     for call in (call for shard in shards for call in shard.ended):
-        if call.number not in calls or not _ended_well(calls[call.number]):
+        if call.number not in calls or not calls[call.number].has_ended_well:
             calls[call.number] = call
     ended = [calls[n] for n in sorted(calls)][-CALLS_KEPT:]
     last = max((n for n, call in calls.items() if _changed_holding(call)), default=0)
     knowing = [
         shard
         for shard in shards
-        if any(call.number == last and _ended_well(call) for call in shard.ended)
+        if any(call.number == last and call.has_ended_well for call in shard.ended)
     ]
     kept = (knowing or shards)[0].kept
     if kept is None:
@@ -329,12 +310,8 @@ def adopted_values(shards: Sequence[ShardRecord]) -> dict[str, msgspec.Raw]:
     return {feature: one.value for feature, one in by_order}
 
 
-def _ended_well(call: Call) -> bool:
-    return call.outcome is not None and call.outcome.failure is None
-
-
 def _changed_holding(call: Call) -> bool:
-    return call.kind in ("publish", "replicate", "unpublish") and _ended_well(call)
+    return call.kind in ("publish", "replicate", "unpublish") and call.has_ended_well
 
 
 def not_waited_for(shards: Sequence[ShardRecord]) -> Call | None:
@@ -354,7 +331,7 @@ def _strange(shards: Sequence[ShardRecord]) -> list[int]:
     """Ranks that cannot have taken part in the calls that their peers bring along."""
     needed_all = ("agree", "publish", "replicate")
     has_carried = any(one.number for shard in shards for one in shard.carries.values())
-    have_called = (call.kind in needed_all and _ended_well(call) for call in adopted(shards)[0])
+    have_called = (call.kind in needed_all and call.has_ended_well for call in adopted(shards)[0])
     if not has_carried and not any(have_called):
         return []
     return [rank for rank, shard in enumerate(shards) if not shard.is_back]
@@ -363,42 +340,55 @@ def _strange(shards: Sequence[ShardRecord]) -> list[int]:
 def _adopt(
     view: View, who: Applicant, group: GroupRecord, entry: Entry, shards: Sequence[ShardRecord]
 ) -> tuple[list[Op], tuple[Guard, ...]]:
-    """Write what the group brings along. Another version under the same number stays as it is."""
+    """Write what the group brings along: its calls, and the version that it holds."""
     calls, kept = adopted(shards)
     inst = k.instance(who.replica, group.nonce)
     ops: list[Op] = []
     guards: tuple[Guard, ...] = ()
     if (ready := not_waited_for(shards)) is not None:
-        ref, outcome = ready.ref, ready.outcome
-        assert ref is not None
-        assert outcome is not None
-        guards = (NoneNewer(who.keys.versions_above(ref.run, ref.version), view.rev),)
-        if why := _conflict(view, who, ref, outcome.said):
-            error = VersionConflict(who.keys.model, ref.version, ref.run, why)
-            failure = Failure.of(error, replica=who.replica, call=ready.number, rank=who.rank)
-            ready = msgspec.structs.replace(ready, outcome=Outcome(failure))
-        else:
-            kept = Kept.of(ready, outcome.said)
-        calls = [*calls, ready][-CALLS_KEPT:]
+        ready, published, guards = _published_late(view, who, ready)
+        calls, kept = [*calls, ready][-CALLS_KEPT:], published or kept
     if calls:
         are_all = len(calls) < CALLS_KEPT
         known = Decisions(tuple(calls), forgotten_below=0 if are_all else calls[0].number)
         ops.append(Put(who.keys.decisions(inst), known.encode(), entry.lease_id))
-    if kept is None:
+    if kept is None or _is_superseded(view, who.keys, kept.ref):
         return ops, guards
-    ref = kept.ref
-    key = who.keys.version(ref.run, ref.version)
-    record = VersionRecord.at(view, key)
-    if (record is not None and record.uid != ref.uid) or is_passed(view, who.keys, ref):
-        return ops, guards
+    ref, version = kept.ref, who.keys.version(kept.ref.run, kept.ref.version)
     if ref.run == k.OUTSIDE:
         guards = (*guards, NoneNewer(who.keys.versions(ref.run), view.rev))
     run_ops, run_guards = restored_run(view, who, ref.run, ref.run_number)
     # Even if it is unchanged: it wakes who waits for the version.
-    run_ops.append(Put(key, kept.record(record, who.replica).encode()))
+    record = kept.record(VersionRecord.at(view, version), who.replica)
     held = who.keys.holding(ref.run, ref.version, group.datacenter, inst)
-    put = Put(held, _brought(who, group, kept).encode(), entry.lease_id)
-    return [*ops, *run_ops, put], (*guards, view.unchanged(key), *run_guards)
+    ops += (
+        *run_ops,
+        Put(version, record.encode()),
+        Put(held, _brought(who, group, kept).encode(), entry.lease_id),
+    )
+    return ops, (*guards, view.unchanged(version), *run_guards)
+
+
+def _published_late(
+    view: View, who: Applicant, ready: Call
+) -> tuple[Call, Kept | None, tuple[Guard, ...]]:
+    """A publication that was not waited for, as it ends now; and what the group holds by it."""
+    ref, outcome = ready.ref, ready.outcome
+    assert ref is not None
+    assert outcome is not None
+    guards = (NoneNewer(who.keys.versions_above(ref.run, ref.version), view.rev),)
+    why = _conflict(view, who, ref, outcome.said)
+    if not why:
+        return ready, Kept.of(ready, outcome.said), guards
+    error = VersionConflict(who.keys.model, ref.version, ref.run, why)
+    failure = Failure.of(error, replica=who.replica, call=ready.number, rank=who.rank)
+    return msgspec.structs.replace(ready, outcome=Outcome(failure)), None, guards
+
+
+def _is_superseded(view: View, keys: Keys, ref: VersionRef) -> bool:
+    """Whether its number stands for another version by now, which stays as it is."""
+    record = VersionRecord.at(view, keys.version(ref.run, ref.version))
+    return (record is not None and record.uid != ref.uid) or is_passed(view, keys, ref)
 
 
 def _brought(who: Applicant, group: GroupRecord, kept: Kept) -> Holding:
@@ -417,14 +407,9 @@ def _brought(who: Applicant, group: GroupRecord, kept: Kept) -> Holding:
 def _conflict(view: View, who: Applicant, ref: VersionRef, layout: str) -> str:
     """Why a version that was published without the store cannot be offered; "": it can."""
     keys = who.keys
-    above = keys.versions_above(ref.run, ref.version)
-    newer = [
-        number
-        for _, (_, number), record, _ in readable(
-            view.within(above), k.parse_version, VersionRecord
-        )
-        if record.layout
-    ]
+    above = view.within(keys.versions_above(ref.run, ref.version))
+    found = readable(above, k.parse_version, VersionRecord)
+    newer = [number for _, (_, number), record, _ in found if record.layout]
     if newer:
         return f"it is already at {max(newer)}"
     key = keys.version(ref.run, ref.version)
@@ -433,7 +418,7 @@ def _conflict(view: View, who: Applicant, ref: VersionRef, layout: str) -> str:
     return "" if is_same else "another replica has published it meanwhile"
 
 
-def _refuse(view: View, who: Applicant, group: GroupRecord) -> Act[Joined | None]:
+def _refuse(view: View, who: Applicant, group: GroupRecord) -> Act[Seat | None]:
     """The ranks disagree about their number: nobody shall wait for a group that cannot be."""
     error = UsageError(
         f"replica {who.replica!r}: rank {who.rank} was opened with world_size={who.world_size}, "
@@ -445,7 +430,7 @@ def _refuse(view: View, who: Applicant, group: GroupRecord) -> Act[Joined | None
     refused = msgspec.structs.replace(group, refusal=failure)
     put = Put(who.group, refused.encode(), view.entries[who.group].lease_id)
 
-    def fail(_: object) -> Joined | None:
+    def fail(_: object) -> Seat | None:
         raise error
 
     return Act(Txn((view.unchanged(who.group),), (put,)), fail)
@@ -472,8 +457,7 @@ def call_off(view: View, who: Applicant, failure: Failure, note_lease_id: int) -
     if taken is not None and taken.lease_id != who.lease_id:
         return Done(None)
     if group.is_complete and taken is not None:  # peers have returned
-        seat = seat_of(who, Joined(group, 0, is_complete=True))
-        return leave(view, seat, note_lease_id)
+        return leave(view, seat_of(who, group, 0, {}), note_lease_id)
     if group.is_complete or (group.nonce != who.nonce and not _is_open_to(group, who)):
         return Done(None)
     refused = msgspec.structs.replace(group, refusal=failure)

@@ -376,6 +376,14 @@ class Call(Record, frozen=True):
         return self.part_of or self.asked.after_check
 
     @property
+    def failure(self) -> Failure | None:
+        return self.outcome.failure if self.outcome is not None else None
+
+    @property
+    def has_ended_well(self) -> bool:
+        return self.outcome is not None and self.outcome.failure is None
+
+    @property
     def was_made_by_all(self) -> bool:
         """Whether it has ended with all ranks ready, each of which knew all earlier ends."""
         return self.outcome is not None and self.outcome.is_source

@@ -28,7 +28,7 @@ from torch_ros.protocol import keys as k
 from torch_ros.protocol import membership, runs
 from torch_ros.protocol.applicant import Applicant
 from torch_ros.protocol.ledger import Ledger, SeatState, Standing
-from torch_ros.protocol.membership import Joined
+from torch_ros.protocol.membership import GroupMade
 from torch_ros.protocol.outage import Outage, Patience
 from torch_ros.protocol.records import Failure
 from torch_ros.protocol.seat import Seat
@@ -40,6 +40,7 @@ from torch_ros.store.session import Session
 from torch_ros.store.txn import Range, Ranges, Steps, View, one
 
 T = TypeVar("T")
+Create = Callable[[View], Step[GroupMade]]
 log: logging.Logger = log_of(__name__)
 
 NOTE_TTL_S = 10  # time enough for every peer to read it
@@ -457,18 +458,20 @@ class _Taking:
             nonce = shared or secrets.token_hex(4)
             if left_behind:
                 nonce = f"{k.family(left_behind)}.{secrets.token_hex(4)}"
-            self._who = dataclasses.replace(applicant, nonce=nonce, left_behind=left_behind)
             who = dataclasses.replace(
-                self._who,
+                applicant,
+                nonce=nonce,
+                left_behind=left_behind,
                 lease_id=self.session.lease_id,
                 fresh_run=f"run-{secrets.token_hex(4)}",
                 at_ms=wall_ms(),
             )
+            self._who = who
             find = partial(membership.find_group, who=who)
             found = self._ask(membership.find_ranges(who), find) or self._create(self._told(who))
             self._who = dataclasses.replace(who, nonce=found or nonce)
-            if found and (joined := self._join(who, found)) is not None:
-                return membership.seat_of(who, joined)
+            if found and (seat := self._join(who, found)) is not None:
+                return seat
             left_behind = left_behind or shared
 
     def end(self, error: BaseException) -> None:
@@ -503,11 +506,11 @@ class _Taking:
 
     def _create(self, who: Applicant) -> str:
         """The nonce of the group that was made, or that a peer made; "": another is needed."""
-        create: Callable[[View], Step[bool | None]] = partial(membership.create_group, who=who)
+        create: Create = partial(membership.create_group, who=who)
         if not who.is_shared or who.left_behind:
             create = _at_most_once(create)  # with this nonce: there are others
-        is_replaced = self._ask(membership.open_ranges(who), create)
-        if is_replaced:
+        made = self._ask(membership.open_ranges(who), create)
+        if made is GroupMade.REPLACES:
             there = self._ask((who.keys.shards_of(who.replica),), membership.processes)
             log.warning(
                 "replica %r was already there, in %s, and is replaced by %s:%d; if both are "
@@ -517,22 +520,16 @@ class _Taking:
                 who.shard.host,
                 who.shard.pid,
             )
-        return "" if is_replaced is None else who.nonce
+        return "" if made is GroupMade.NO else who.nonce
 
-    def _join(self, who: Applicant, nonce: str) -> Joined | None:
+    def _join(self, who: Applicant, nonce: str) -> Seat | None:
         """This rank's seat, once all ranks have theirs; None: that group is gone."""
         shards = who.keys.shards(k.instance(who.replica, nonce))
         ranges = (one(who.group), shards, who.keys.runs(), who.keys.versions())
-        rule = partial(membership.join, who=who, nonce=nonce)
-        joined = self._ask(ranges, rule)
-        while joined is not None and not joined.is_complete:
-            joined = self._ask(ranges, rule)
-        return joined
+        return self._ask(ranges, partial(membership.join, who=who, nonce=nonce))
 
 
-def _at_most_once(
-    create: Callable[[View], Step[bool | None]],
-) -> Callable[[View], Step[bool | None]]:
+def _at_most_once(create: Create) -> Create:
     """`create`, which does not act again.
 
     If the reply to its first attempt was lost, a group with that nonce may have been there, used by
@@ -540,13 +537,13 @@ def _at_most_once(
     """
     has_acted = False
 
-    def once(view: View) -> Step[bool | None]:
+    def once(view: View) -> Step[GroupMade]:
         nonlocal has_acted
         step = create(view)
         if not isinstance(step, Act):
             return step
         if has_acted:
-            return Done(None)
+            return Done(GroupMade.NO)
         has_acted = True
         return step
 
