@@ -1,5 +1,6 @@
 """Groups of threads, each a rank, against the KV in memory and a real etcd."""
 
+import math
 import threading
 import time
 import uuid
@@ -27,7 +28,7 @@ from torch_ros.errors import (
 )
 from torch_ros.features.retention.copying import LastCopies
 from torch_ros.fleet import seen as seen_
-from torch_ros.protocol import calls, membership, versions
+from torch_ros.protocol import calls, membership, seating, versions
 from torch_ros.protocol import keys as keys_module
 from torch_ros.protocol.applicant import Applicant
 from torch_ros.protocol.call import GroupCall
@@ -37,6 +38,7 @@ from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.reaching import ClaimedSources
 from torch_ros.protocol.records import Asked, Call, Outcome, ShardRecord, VersionRef
 from torch_ros.protocol.versions import Spec, spec_ranges
+from torch_ros.store import run
 from torch_ros.store.endpoint import connect
 from torch_ros.store.loops import Done, Wait
 from torch_ros.store.txn import Delete, Put, Read, Txn, one, under
@@ -548,8 +550,7 @@ def test_a_rank_that_gives_up_learns_the_end_of_the_groups_call_not_of_its_own(s
 
 def kill(group):
     """As if its process was killed: nobody renews the lease, nobody comes back."""
-    group.ledger.is_closed = True
-    group._closing.set()
+    group.ledger.closing.set()
     group.session._closing.set()
 
 
@@ -919,8 +920,11 @@ def test_a_rank_ignores_what_it_does_not_know_of_a_call_unless_it_must_know_it(s
         assert "was opened without new=..." in str(error)
 
 
-def test_a_seat_that_is_lost_while_no_thread_is_to_be_had_is_taken_again_later(store, monkeypatch):
+def test_a_seat_that_is_lost_while_no_thread_is_to_be_had_is_taken_again_later(
+    store, monkeypatch, caplog
+):
     group = store.join("r", ttl_s=2)
+    monkeypatch.setattr(run, "next_line_s", lambda _: 0.0)  # all that may be said is
     left, start = ["seats", "seats", "watches"], threading.Thread.start
 
     def refuse(thread):
@@ -936,3 +940,25 @@ def test_a_seat_that_is_lost_while_no_thread_is_to_be_had_is_taken_again_later(s
     until(lambda: watch in [thread.name for thread in threading.enumerate()])
     assert (group.state, group.ledger.seats_lost) == ("seated", 1)
     assert group.session.is_valid()
+    assert "cannot take its seat" not in caplog.text  # it has it: only the watch was missing
+
+
+def test_who_cannot_take_its_seat_again_says_so_ever_more_seldom(store, monkeypatch, caplog):
+    group = store.join("trainer")
+    tries, are_many = [], threading.Event()
+
+    def grant(*_, **__):
+        tries.append(time.monotonic())
+        if len(tries) == 100:
+            are_many.set()
+        raise StoreUnavailable("memory://", 5.0, "for a test")
+
+    monkeypatch.setattr(seating, "RETRY_S", 0.005)
+    monkeypatch.setattr(run, "next_line_s", lambda after_s: max(0.05, 2 * after_s))
+    monkeypatch.setattr(group.kv, "grant", grant)
+    with caplog.at_level("WARNING"):
+        group.fence(SeatLost("trainer", "for a test"))
+        assert are_many.wait(10)
+    lasts_s = time.monotonic() - tries[0]
+    lines = [record for record in caplog.records if "cannot take its seat" in record.message]
+    assert 1 <= len(lines) <= 2 + math.log2(max(1.0, lasts_s / 0.05))

@@ -36,6 +36,7 @@ from torch_ros.protocol.records import (
     VersionRef,
 )
 from torch_ros.protocol.seat import CALLS_KEPT, Seat
+from torch_ros.store.latch import Latch
 from torch_ros.store.session import Session
 from torch_ros.store.txn import Range, View
 
@@ -151,10 +152,9 @@ class Ledger:
 
     seat: Seat
     standing: Standing
-    is_closed: bool
 
     def __init__(self, seat: Seat) -> None:
-        self.seat, self.standing, self.is_closed = seat, Standing(), False
+        self.seat, self.standing, self.closing = seat, Standing(), Latch()
         # In C: `with` takes it and gives it back whatever a signal handler raises.
         self.lock: threading.RLock = threading.RLock()
         self.seats_lost: int = 0
@@ -188,6 +188,10 @@ class Ledger:
         self._sight: tuple[Seat, View] | None = None  # read before a call, for its decision
 
     # Its standing
+
+    @property
+    def is_closed(self) -> bool:
+        return self.closing.is_set()
 
     def check_open(self) -> None:
         """Raises: ClosedError: This seat was given up."""

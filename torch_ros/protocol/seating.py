@@ -66,7 +66,6 @@ class Seating:
         self._surprises: set[type[Exception]] = set()
         self._settled = Latch()  # a new one whenever the seat is lost: back, or gone for good
         self._calling = threading.Lock()  # held while this rank makes a call
-        self._closing = Latch()
         self._threads: list[threading.Thread] = []
         self._watch()
 
@@ -125,7 +124,7 @@ class Seating:
 
     def pause(self) -> None:
         """Between tries; ends early when the seat is given up."""
-        self._closing.wait(RETRY_S)
+        self.ledger.closing.wait(RETRY_S)
 
     def run(
         self,
@@ -266,12 +265,15 @@ class Seating:
 
     def fence_at_last(self, lost: SeatLost, session: Session) -> None:
         """As `fence`, by a thread of ours, which nobody calls again if it fails."""
-        while True:
+        self._patiently(partial(self.fence, lost, session))
+
+    def _patiently(self, start: Callable[[], None]) -> None:
+        """Start a thread as soon as one is to be had: a container allows so many."""
+        while not self.ledger.is_closed:
             try:
-                self.fence(lost, session)
-            except RuntimeError:  # no thread is to be had: a container allows so many
-                if self._closing.wait(RETRY_S):
-                    return
+                start()
+            except RuntimeError:
+                self.pause()
             else:
                 return
 
@@ -302,21 +304,19 @@ class Seating:
     def _come_back(self) -> None:
         """Take this rank's seat again, for as long as that takes; until close."""
         self.session.close()
-        pause_s, is_back = 0.0, False
-        while not self._closing.wait(pause_s):
-            pause_s = RETRY_S
+        while not self.ledger.is_closed:
             try:
-                if not is_back:
-                    self._take_seat_again()
-                    is_back = True
-                self._watch()
+                self._take_seat_again()
+            except ClosedError:
+                return
+            except Fenced as lost:
+                with self.ledger.lock:
+                    self.ledger.standing = Standing.of(lost)
+                    self._settled.set()
+                log.warning("%s", lost)
+                return
             except SeatLost as lost:
-                if isinstance(lost, Fenced):
-                    with self.ledger.lock:
-                        self.ledger.standing = Standing.of(lost)
-                        self._settled.set()
-                    log.warning("%s", lost)
-                    return
+                log.debug("replica %r: the seat is lost again: %s", self.seat.replica, lost.reason)
             except (BackendError, NotAvailable, RuntimeError) as error:
                 # RuntimeError: no thread is to be had, since a container allows so many.
                 self._outage.is_away = not isinstance(error, RuntimeError)
@@ -327,14 +327,15 @@ class Seating:
                         self._reminder.lasts_s,
                         error,
                     )
-            except ClosedError:
-                return
             except Exception as error:  # noqa: BLE001  # without this thread it never comes back
                 self._surprised(f"taking the seat of replica {self.seat.replica!r} again", error)
             else:
+                self._patiently(self._watch)
                 return
+            self.pause()
 
     def _take_seat_again(self) -> None:
+        """Raises: SeatLost: It is lost again, or this rank knows more by now than it has told."""
         old, applicant, outage = self.seat, self.applicant, self._outage
         outage.alone_since_s = None
         what = f"taking the seat of replica {applicant.replica!r} again"
@@ -343,27 +344,21 @@ class Seating:
         with self.ledger.lock:
             outage.alone_since_s, outage.is_away = time.monotonic(), False
             shard, told = self.ledger.brought(applicant.shard)
+        back = dataclasses.replace(applicant, shard=shard, run=old.run, run_number=old.run_number)
         try:
-            back = dataclasses.replace(
-                applicant, shard=shard, run=old.run, run_number=old.run_number
-            )
             seat = taking.take(back, left_behind=old.nonce)
-        except BaseException:
-            taking.session.close()
-            raise
-        with self.ledger.lock:
-            if self.ledger.has_changed(told) and taking.lost is None:
-                reason = "it made calls meanwhile"
-                taking.lost = SeatLost(applicant.replica, reason)
-                outage.lost_since_s, outage.has_failed = time.monotonic(), False  # it is back soon
-            is_seated = not (self.ledger.is_closed or taking.lost)
-            if is_seated:
+            with self.ledger.lock:
+                taking.check()
+                if self.ledger.has_changed(told):
+                    outage.lost_since_s, outage.has_failed = time.monotonic(), False  # back soon
+                    reason = "it made calls meanwhile"
+                    raise SeatLost(applicant.replica, reason)
                 self.session = taking.session
                 self.ledger.regain(seat)
                 self._settled.set()
-        if not is_seated:
+        except BaseException:
             taking.session.close()
-            taking.check()
+            raise
         log.warning(
             "replica %r has its seat again, as %s, after %.1f s",
             applicant.replica,
@@ -384,8 +379,7 @@ class Seating:
         if self.ledger.is_closed:
             return
         with self.ledger.lock:
-            self.ledger.is_closed = True
-            self._closing.set()
+            self.ledger.closing.set()
             self._settled.set()
         has_left = False
         try:
