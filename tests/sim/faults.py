@@ -1069,7 +1069,8 @@ def _(together, self, tensors, said, deadline, **options):
         return together(self, tensors, said, deadline, **options)
     except BaseException:  # it had noted already what it was about to prove
         layout = manifest.logical([tensors.layout]).digest
-        self._group.ledger._layouts[records.answers_of(said)] = layout
+        answers = records.answers_of(said)
+        self._group.ledger._ends[answers] = (records.Outcome(said=layout, answers=answers), "")
         raise
 
 
@@ -1097,7 +1098,8 @@ answers(
 )
 def _(brought, self, shard):
     told, changes = brought(self, shard)
-    return msgspec.structs.replace(told, answer=self._said[0]), changes
+    before = [said for _, said in self._ends.values()]
+    return msgspec.structs.replace(told, answer=before[-1] if before else ""), changes
 
 
 @fault("a copy is made of what may be a part", "Attempt.may_end_well", scenario="a part is copied")
@@ -1106,11 +1108,11 @@ def _(note):
 
 
 @instead("an end is learned without a seat", "Ledger.learn", scenario="late answer")
-def _(learn, self, call, outcome, seat):
+def _(learn, self, call, outcome, seat, *value):
     standing, mine = self.standing, self.seat
     self.standing, self.seat = ledger.Standing(), seat
     try:
-        learn(self, call, outcome, seat)
+        learn(self, call, outcome, seat, *value)
     finally:
         self.standing, self.seat = standing, mine
 

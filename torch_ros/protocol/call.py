@@ -473,17 +473,14 @@ class GroupCall(Attempt):
 
     def _learn(self, outcome: Outcome) -> None:
         call = self._call or self.fresh(self.at_ms)
-        self._ledger.learn(call, outcome, self.seat)
-        if outcome.failure is None:
-            self._ledger.ended_with(self.value, outcome)
+        self._ledger.learn(call, outcome, self.seat, self.value)
         self.become(CallEvent.ENDS)
         self.said = outcome.said
 
-    def _finish(self, outcome: Outcome) -> Outcome:
+    def _finish(self, outcome: Outcome) -> None:
         self._learn(outcome)
         if outcome.failure is not None:
             raise outcome.failure.error()
-        return outcome
 
     def settle(
         self,

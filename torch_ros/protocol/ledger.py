@@ -183,8 +183,8 @@ class Ledger:
         self._changes = 0  # of what it brings along, while it had no seat
         self._given_up: tuple[Kind, Asked] | None = None
         """The last call, if it was given up and had done nothing."""
-        self._layouts: dict[str, str] = {}  # by the answers of ends that it has learned
-        self._said = ("", Outcome())  # by this rank in a call that ended well, and that end
+        self._ends: dict[str, tuple[Outcome, str]] = {}
+        """The last good ends with answers, by those, and what this rank said in each."""
         self._sight: tuple[Seat, View] | None = None  # read before a call, for its decision
 
     # Its standing
@@ -246,8 +246,8 @@ class Ledger:
         ready = self.unfinished.ready if self.unfinished else None
         return ready.ref if ready else None
 
-    def learn(self, call: Call, outcome: Outcome, seat: Seat) -> None:
-        """Note how a call ended.
+    def learn(self, call: Call, outcome: Outcome, seat: Seat, value: str = "") -> None:
+        """Note how a call ended, in which this rank said `value`.
 
         Raises:
             SeatLost: The seat is lost, and with it the end, which it finds among what peers know.
@@ -260,10 +260,10 @@ class Ledger:
             if outcome.failure is not None:
                 return
             if outcome.answers:
-                self._layouts.pop(outcome.answers, None)
-                self._layouts[outcome.answers] = outcome.said
-                while len(self._layouts) > ANSWERS_KEPT:
-                    del self._layouts[next(iter(self._layouts))]
+                self._ends.pop(outcome.answers, None)
+                self._ends[outcome.answers] = (outcome, value)
+                while len(self._ends) > ANSWERS_KEPT:
+                    del self._ends[next(iter(self._ends))]
             for carrier in self.carriers:
                 carrier.learned(call, outcome)
             if call.kind == "unpublish":
@@ -371,12 +371,13 @@ class Ledger:
         self.ended.append(ended)
 
     def forget(self, counted: VersionRef | None = None) -> bool:
-        """The owner takes its tensors back while the seat is lost; as if it had unpublished.
+        """Note, without a seat, that the owner takes its tensors back: as if it had unpublished.
 
         Args:
             counted: The version that peers unpublish in this call, if this rank holds nothing.
 
-        False: this rank has its seat again, and the store what is held. It has to go there too.
+        Returns:
+            Whether that is all. False: this rank has its seat again, and must tell the store.
         """
         with self.lock:
             if self.standing.state == "seated":
@@ -384,10 +385,8 @@ class Ledger:
             ref = self.holds.ref if self.holds else counted
             if ref is None:
                 return True
-            number = self.calls_made + 1
-            if self.unfinished is not None and self.unfinished.kind == "unpublish":
-                number = self.unfinished.number
-            elif self.unfinished is not None:
+            number = self.unpublish_number
+            if self.unfinished is not None and self.unfinished.kind != "unpublish":
                 self._end_without(self.unfinished)
             asked = Asked("unpublish", ref.version)
             call = Call(number, "unpublish", asked, self.seat.rank, ref)
@@ -398,6 +397,13 @@ class Ledger:
             self._changes += 1
             return True
 
+    @property
+    def unpublish_number(self) -> int:
+        """The number of an unpublish that comes next, or that is unfinished."""
+        if self.unfinished is not None and self.unfinished.kind == "unpublish":
+            return self.unfinished.number
+        return self.calls_made + 1
+
     # Left by one call for the next
 
     def layout_of(self, answers: str) -> str | None:
@@ -405,16 +411,14 @@ class Ledger:
 
         "": They lack some. None: no call has ended with them that this rank knows of.
         """
-        return self._layouts.get(answers)
-
-    def ended_with(self, value: str, end: Outcome) -> None:
-        """Note the end of a call in which this rank said `value`."""
-        if end.answers and end.said:
-            self._said = (value, end)
+        end = self._ends.get(answers)
+        return end[0].said if end else None
 
     def end_of(self, value: str) -> Outcome:
-        """The last end with answers of which `value` was this rank's; with none: it knows none."""
-        return self._said[1] if self._said[0] == value else Outcome()
+        """The last end with a layout, if this rank said `value` in it; with no answers: another."""
+        wholes = (each for each in reversed(self._ends.values()) if each[0].said)
+        end, said = next(wholes, (Outcome(), ""))
+        return end if said == value else Outcome()
 
     def keep_sight(self, seat: Seat, view: View) -> None:
         """Remember what was read before a call, for its decision."""
