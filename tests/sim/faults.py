@@ -1140,10 +1140,10 @@ def _(skip, self, learn):
     learn()
 
 
-@instead("a call that was skipped uses no number", "GroupCall._found", scenario="failed before")
-def _(found, self, call):
+@instead("a call that was skipped uses no number", "GroupCall._enter", scenario="failed before")
+def _(enter, self, call):
     try:
-        found(self, call)
+        enter(self, call)
     except call_module.Missed:
         self.life, self._ledger.calls_made = CallLife.PASSED, self.number - 1
         raise

@@ -395,7 +395,7 @@ def _begun(there: _Records, inst: str, world_size: int) -> _Found | None:
 
 
 def _differed(call: Call, calls: Sequence[Call]) -> _Found | None:
-    failure = call.outcome.failure if call.outcome else None
+    failure = call.failure
     if failure is None or not isinstance(error := failure.error(), CallMismatch):
         return None
     # A rank that was told of the difference in an earlier call decides the next one itself.
@@ -405,7 +405,7 @@ def _differed(call: Call, calls: Sequence[Call]) -> _Found | None:
 
 
 def _failed(there: _Records, call: Call, calls: Sequence[Call]) -> _Found | None:
-    failure = call.outcome.failure if call.outcome else None
+    failure = call.failure
     error = failure.error() if failure else None
     if failure is None or isinstance(error, DeadlineExceeded):  # what it waited for is looked at
         return None

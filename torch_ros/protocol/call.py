@@ -41,7 +41,7 @@ from torch_ros.protocol.records import (
 from torch_ros.protocol.seat import Seat
 from torch_ros.protocol.seating import Seating
 from torch_ros.protocol.sources import Claimed, Source
-from torch_ros.protocol.versions import first_holders
+from torch_ros.protocol.versions import spec_ranges
 from torch_ros.store.loops import Done, Step, WaitAtMost, looking_ahead, settle
 from torch_ros.store.run import run
 from torch_ros.store.session import Session
@@ -108,7 +108,8 @@ class GroupCall(Attempt):
         self._call: Call | None = None
         self.read_from: set[str] = set()  # the sources for which a reader record may be there
         self._failure: Failure | None = None
-        self.is_unproven, self._refuses = False, False  # a rank has said so of its part
+        self.is_unproven = False  # a rank has said so of its part
+        self.refuses = False  # it is made only to end a call of the caller: see `meeting.meet`
         self.said: str = ""  # agree: by all ranks, once it has ended
         self.waited_for: set[str] = set()  # unpublish, on the rank that decided: replicas
         self.left_behind: set[str] = set()  # those that had not done when its time was over
@@ -143,14 +144,18 @@ class GroupCall(Attempt):
         who = f"{self.seat.replica}@{family(self.seat.nonce)}/{self.number}/{self.asked}"
         return blake2b(who.encode(), digest_size=8).hexdigest()
 
+    def _fresh_ref(self, version: int) -> VersionRef:
+        return VersionRef(self.seat.run, version, self.fresh_uid, self.seat.run_number)
+
     def fresh(self, at_ms: int) -> Call:
         """The call as this rank makes it."""
         return replace(self.part, at_ms=at_ms, traceparent=self.traceparent)
 
-    def mismatch(self, found: Call, rank: int = -1, behind: int = 0) -> CallMismatch:
+    def mismatch(self, found: Call) -> CallMismatch:
         """The error of a rank that finds that call in the place of its own."""
-        called = f"{self.asked}", f"{found.asked}"
-        return CallMismatch(self.seat.replica, found.number, *called, rank, behind)
+        seat, called = self.seat, (f"{self.asked}", f"{found.asked}")
+        behind = meeting.behind(self.seen, seat, found.number) if self.seen else 0
+        return CallMismatch(seat.replica, found.number, *called, seat.rank, behind)
 
     @property
     def mark(self) -> int:
@@ -192,58 +197,60 @@ class GroupCall(Attempt):
                 effects=calls.sure(lambda view, call: effects(view, seat, call), seen),
             )
             found = self.settle((*ahead, *ranges), rule, ahead, seen)
-        self._found(found)
-        if found.outcome is not None:
-            self._finish(found.outcome)
+        self._enter(found)
 
-    def _found(self, call: Call) -> None:
-        ledger, (met, error) = self._ledger, _meeting(self, call)
+    def _enter(self, call: Call) -> None:
+        """Take part in the group's call of this number, or do what it means to this rank.
+
+        Raises:
+            Missed: It is not this rank's. Its end is learned, unless this rank has to make it, too.
+            CallMismatch: The ranks are out of step.
+            TorchRosError: The call has ended so.
+        """
+        met = self._meaning(call)
+        if met in (Meeting.TO_MAKE, Meeting.AHEAD):  # this rank will come to it: no number is used
+            self.become(CallEvent.MET_ANOTHER)
+            raise Missed(call) if met is Meeting.TO_MAKE else self.mismatch(call)
+        self.become(CallEvent.COUNTED)
+        self._call = call  # also if it is another one: its end is learned
+        self.brings(call.ref)
         match met:
-            case Meeting.TO_MAKE:
-                self.become(CallEvent.MET_ANOTHER)
-                raise Missed(call)
-            case Meeting.AHEAD:
-                self.become(CallEvent.MET_ANOTHER)
-                raise error
-            case _:
-                self.become(CallEvent.COUNTED)
-                self._call = call  # also if it is another one: its end is learned
-                self.brings(call.ref)
-        if met is Meeting.SAME and call.outcome is None:
-            _require_known(self, call)
-        match met:
+            case Meeting.SAME:
+                _require_known(self, call)
+                if call.outcome is not None:
+                    self._finish(call.outcome)
             case Meeting.MISSED:
                 assert call.outcome is not None
-                if call.kind != "unpublish":
-                    ledger.skipped(call.number)
+                if call.kind != "unpublish":  # else it is a part of the same call of the caller
+                    self._ledger.skipped(call.number)
                 self._ledger.skip(partial(self._learn, call.outcome))
                 raise Missed(call)
             case Meeting.LATE:
-                ledger.skipped(call.number)
-                self._abort(error)
+                self._ledger.skipped(call.number)
+                self._abort(self.mismatch(call))
                 raise Missed(call)
             case Meeting.OTHER:
-                raise error
+                raise self.mismatch(call)
 
-    def refuse(self, error: TorchRosError) -> None:
-        """End the part of the caller's call that this is, on all ranks; it has ended well: nothing.
-
-        Raises:
-            TorchRosError: How it ends, or has ended; CallMismatch: the peers are elsewhere.
-        """
-        self._refuses = True
-        self.decide((), partial(_raise, error))
-        if not self.has_ended:
-            raise error
-        # The peers may have begun theirs with another argument: its next part is refused like it.
-        self._ledger.caller = self.decided.caller
+    def _meaning(self, call: Call) -> Meeting:
+        """The meaning of the group's call to this rank; by its first look it notes a failure."""
+        ledger, own, is_first_look = self._ledger, self.fresh(self.at_ms), self._call is None
+        told, seen = (ledger.told, self.seen) if is_first_look else (None, None)
+        left_out = False
+        if seen is not None and call.outcome is not None:
+            left_out = meeting.is_left_out(seen, self.seat, own, told)
+        met = meeting.meet(
+            call, own, refuses=self.refuses, told=told, block=ledger.block, left_out=left_out
+        )
+        if is_first_look and met is Meeting.SAME:
+            is_told = call.failure is not None and call.by != self.seat.rank
+            ledger.told = own.caller if is_told else None
+        return met
 
     def decide_to_publish(self, version: int, traceparent: str = "") -> None:
         self.traceparent = traceparent
-        keys, run = self.seat.keys, self.seat.run
         effects = partial(calls.publish, version=version, fresh_uid=self.fresh_uid)
-        own = keys.holding(run, version, self.seat.datacenter, self.seat.inst)
-        ahead = (one(keys.version(run, version)), one(own), first_holders(keys, run, version))
+        ahead = calls.version_ranges(self.seat, self._fresh_ref(version))
         self.decide(calls.publish_ranges(self.seat), effects, ahead)
 
     def decide_and_claim(
@@ -256,7 +263,7 @@ class GroupCall(Attempt):
             avoided: Sources whose bytes were wrong: others come first.
         """
         if not self.has_ended:
-            self.decide(calls.replicate_ranges(self.seat), effects)
+            self.decide(spec_ranges(self.seat.keys), effects)
         if self.has_ended or self.decided.sources or self.decided.must:
             return
         claimed = self.settle(*_claiming(self, sources_max, avoided), first=self.seen)
@@ -283,35 +290,40 @@ class GroupCall(Attempt):
         if self.has_ended:
             return
         try:
-            try:
-                found = self._say(Ready(value, is_unproven))
-                if isinstance(found, Said):
-                    self.is_unproven = found.is_unproven
-                    sum_up(found.by_rank)
-                else:
-                    self._finish(found)
-            except (SeatLost, StoreUnavailable):
-                raise
-            except TorchRosError as error:
-                self._fail(error)
+            self._end_as_all_say(Ready(value, is_unproven), sum_up)
         except Fenced:
             if self.has_ended:
                 raise
+            # This incarnation may have gone right after the call's good end, which still counts.
             self._finish(self._await_outcome(Deadline(f"{self.asked}", CLEAN_UP_S)))
+
+    def _end_as_all_say(self, answer: Ready, sum_up: SumUp) -> None:
+        try:
+            found = self._say(answer)
+            if isinstance(found, Said):
+                self.is_unproven = found.is_unproven
+                sum_up(found.by_rank)
+            else:
+                self._finish(found)
+        except (SeatLost, StoreUnavailable):
+            raise
+        except TorchRosError as error:
+            if self.has_ended:
+                raise
+            self._fail(error)
 
     def _fail(self, error: TorchRosError) -> None:
         """End the call with this rank's error, unless it has ended well meanwhile.
 
         A rank whose reply was lost may sum up beside the last one, which may have closed since.
         """
-        if self.has_ended:
+        failure = self._abort(error).failure
+        if failure is None:
+            log.warning("%s: it has ended well meanwhile: %s", self.asked, error)
+        elif failure == self.failure_of(error):
             raise error
-        outcome = self._abort(error)
-        if outcome.failure == self.failure_of(error):
-            raise error
-        if outcome.failure is not None:
-            raise outcome.failure.error() from error
-        log.warning("%s: it has ended well meanwhile: %s", self.asked, error)
+        else:
+            raise failure.error() from error
 
     def complete(self, end: Outcome, terms: SourceTerms = SERVED, ahead: Ranges = ()) -> None:
         """End the call, of which this rank knows that all are ready.
@@ -325,7 +337,7 @@ class GroupCall(Attempt):
         """
         seat, call = self.seat, self.decided
         end = replace(end, at_ms=wall_ms())
-        reads = calls.own_records(seat, call, self.read_from)[1:] if seat.world_size == 1 else ()
+        reads = calls.reader_records(seat, call, self.read_from) if seat.world_size == 1 else ()
         if self.may_hold is not None:
             self.may_hold = replace(self.may_hold, layout=end.said)
         rule = partial(calls.complete, seat=seat, call=call, end=end, whole=terms, reads=reads)
@@ -336,27 +348,32 @@ class GroupCall(Attempt):
         self._finish(self.settle(ranges, rule))
 
     def _say(self, answer: Ready) -> Outcome | Said:
+        """What all ranks have said, if this one is ready last; else how the call has ended."""
         seat, call, value = self.seat, self.decided, answer.value
         if call.ref is not None and call.kind != "agree":  # which changes nothing of it
             self.may_end_well(call, value, self._ledger.end_of(value).said)
         if seat.world_size == 1:
             return Said({seat.rank: value}, answer.is_unproven)
-        reads = calls.own_records(seat, call, self.read_from)[1:]
-        ready = partial(calls.put_ready, seat=seat, call=call, answer=answer, reads=reads)
-        mine = one(seat.keys.ready(seat.inst, call.number, seat.rank))
-        everyone = (*seat.own, seat.keys.readies(seat.inst, call.number))
-        outcome = calls.outcome_ranges(seat, call)[-1:]
-        ahead = (*calls.end_ranges(seat, call), everyone[-1], *outcome)
-        count = self.settle((*seat.own, mine), ready, ahead, self.seen)
+        count = self._count_ready(answer)
         if isinstance(count, Outcome):
             return count
         self._was_counted = True
         if count + len(seat.done_by(call)) >= seat.world_size:
             all_ready = partial(calls.readies, seat=seat, call=call)
-            said = self.settle(everyone, all_ready, first=self.seen)
+            said = self.settle(calls.ready_ranges(seat, call), all_ready, first=self.seen)
             if said is not None:
                 return said
         return self._await_outcome(self.deadline, self.seen)
+
+    def _count_ready(self, answer: Ready) -> int | Outcome:
+        """How many ranks are ready, with this one; or how the call has ended."""
+        seat, call = self.seat, self.decided
+        reads = calls.reader_records(seat, call, self.read_from)
+        rule = partial(calls.put_ready, seat=seat, call=call, answer=answer, reads=reads)
+        mine = one(seat.keys.ready(seat.inst, call.number, seat.rank))
+        ends, waits = calls.ready_ranges(seat, call), calls.outcome_ranges(seat, call)
+        ahead = (*calls.end_ranges(seat, call), *ends[-1:], *waits[-1:])
+        return self.settle((*seat.own, mine), rule, ahead, self.seen)
 
     def _await_outcome(self, deadline: Deadline, first: View | None = None) -> Outcome:
         seat, call = self.seat, self.decided
@@ -399,9 +416,8 @@ class GroupCall(Attempt):
                 self._call = self._call or replace(self.fresh(self.at_ms), ref=ref)
                 self._finish(result)
                 return
-            self._found(result)
-            if result.outcome is not None:
-                self._finish(result.outcome)
+            self._enter(result)
+            if self.has_ended:
                 return
             parting.acts(result)
 
@@ -413,23 +429,28 @@ class GroupCall(Attempt):
         if self._ledger.is_closed:
             return
         self._failure = self.failure_of(error)
-        # Nobody can have completed it without this rank, and peers that still make it should know.
-        is_done_with = self.kind != "unpublish" and self.life not in WAS_READY
-        if not self.has_ended and is_done_with and self._ledger.gave_up(self):
-            return
-        if not self.has_ended and isinstance(error, SeatLost):
-            # Peers may have made this call, and may end it well: the number is used up, and its
-            # end is learned before the next call.
-            self.become(CallEvent.COUNTED)
-        try:
-            if not self.has_ended and not isinstance(error, SeatLost):
-                self._abort(error)
-        except TorchRosError as also:
-            # Perhaps the store has a decision whose reply was lost: the number is used up.
-            self.become(CallEvent.COUNTED)
-            log.warning("%s: could not tell the other ranks: %s", self.asked, also)
+        if not self.has_ended:
+            # Nobody can have completed it without this rank, and peers that still make it should
+            # know.
+            is_done_with = self.kind != "unpublish" and self.life not in WAS_READY
+            if is_done_with and self._ledger.gave_up(self):
+                return
+            self._end_or_count(error)
         if self._call is not None:
             clean_up(self.seating, calls.own_records(self.seat, self._call, self.read_from))
+
+    def _end_or_count(self, error: BaseException) -> None:
+        """End the call by this rank's error; or use its number up, and learn its end later.
+
+        Peers may have made it, or the store has a decision whose reply was lost.
+        """
+        try:
+            if not isinstance(error, SeatLost):
+                self._abort(error)
+                return
+        except TorchRosError as also:
+            log.warning("%s: could not tell the other ranks: %s", self.asked, also)
+        self.become(CallEvent.COUNTED)
 
     def go_on_without(self, version: int, value: str, end: Outcome) -> None:
         """This rank holds what it publishes; it is offered when all ranks are back.
@@ -442,12 +463,11 @@ class GroupCall(Attempt):
             CallMismatch: The group has made another call under this number: its readers would take
                 this rank's bytes for that one's.
         """
-        seat = self.seat
         if self._call is not None and self._call.asked != self.asked:
             raise self.mismatch(self._call)
         if self._call is None or self._call.ref is None:
-            ref = VersionRef(seat.run, version, self.fresh_uid, seat.run_number)
-            self._call = replace(self.fresh(self.at_ms), ref=ref, published_ms=self.at_ms)
+            ref, made = self._fresh_ref(version), self.fresh(self.at_ms)
+            self._call = replace(made, ref=ref, published_ms=self.at_ms)
         self.become(CallEvent.SHOWN)
         self.value, self.may_hold = value, Kept.of(self._call, end.said)
         outcome = replace(end, is_source=True, at_ms=wall_ms())
@@ -496,35 +516,16 @@ class GroupCall(Attempt):
         return self.seating.run(steps, self.deadline, self.patience)
 
 
-def _meeting(made: GroupCall, call: Call) -> tuple[Meeting, CallMismatch]:
-    """The meaning of the group's call to this rank, and the error if that is another one."""
-    ledger, is_first_look, seat = made._ledger, made._call is None, made.seat  # noqa: SLF001
-    refuses = made._refuses  # noqa: SLF001
-    told = ledger.told if is_first_look else None
-    seen, own = made.seen if is_first_look else None, made.fresh(made.at_ms)
-    left_out = (
-        seen is not None and call.outcome is not None and meeting.is_left_out(seen, seat, own, told)
-    )
-    met = meeting.meet(call, own, refuses=refuses, told=told, block=ledger.block, left_out=left_out)
-    if met is Meeting.SAME and is_first_look:
-        has_failed = call.outcome is not None and call.outcome.failure is not None
-        ledger.told = own.caller if has_failed and call.by != seat.rank else None
-    behind = meeting.behind(seen, seat, call.number) if seen and met is not Meeting.SAME else 0
-    return met, made.mismatch(call, seat.rank, behind)
-
-
 def _require_known(made: GroupCall, call: Call) -> None:
-    """Raises: UsageError: It was decided by an option that this rank does not have."""
+    """Raises: UsageError: It is open, and was decided by an option that this rank does not have."""
+    if call.outcome is not None:
+        return
     known = dict(made.seat.knows).get(made.seat.rank, frozenset())
     if unknown := sorted(call.must.keys() - known):
         raise UsageError(
             f"{made.asked}: rank {made.seat.rank} was opened without {unknown[0]}=..., and rank "
             f"{call.by}, which decided, with it; all ranks must be given the same"
         )
-
-
-def _raise(error: TorchRosError, *_: object) -> Step[Call]:
-    raise error
 
 
 def _claiming(
@@ -555,7 +556,7 @@ def _looks_ahead(call: GroupCall, passing: Passing, kept: Kept | None) -> Ranges
     seat = call.seat
     own = (*seat.own, one(seat.keys.ready(seat.inst, call.number + 1, seat.rank)))
     if passing.replicates:
-        return (*own, *calls.replicate_ranges(seat))
+        return (*own, *spec_ranges(seat.keys))
     if kept is not None and kept.is_original:  # a trainer publishes next
         return (*own, *calls.publish_ranges(seat))
     return ()

@@ -171,55 +171,52 @@ def publish(view: View, seat: Seat, call: Call, version: int, fresh_uid: str) ->
     `fresh_uid` is the call's own: if it is there already, this call is made again.
     """
     _refuse_old(view, seat, version)
-    refuse_second(view, seat)
+    require_nothing_held(view, seat)
     keys, run = seat.keys, seat.run
-    key, above = keys.version(run, version), keys.versions_above(run, version)
+    key = keys.version(run, version)
     there = VersionRecord.at(view, key)
     is_again = there is not None and there.uid == fresh_uid
     fellow = "" if is_again else _fellow_publisher(view, seat, version)
     fresh = VersionRecord(fresh_uid, "", call.at_ms, call.traceparent, seat.replica)
     record = there if there is not None and (is_again or fellow) else fresh
-    records = readable(view.within(keys.versions(run)), k.parse_version, VersionRecord)
-    forgotten = {
-        old: holders
-        for old, (_, number), _, _ in records
-        for holders in [keys.holdings_of(run, number)]
-        if old != key and not any(True for _ in view.within(holders))
-    }
-    forgotten = dict(itertools.islice(forgotten.items(), DELETES_MAX))
     ref = VersionRef(run, version, record.uid, seat.run_number)
-    holding = filling(seat, call, ref, is_original=True)
-    return recorded(
-        view,
-        seat,
-        record.brought_by(call, ref),
-        # The ranged guard keeps two versions published at once from both being the newest.
-        (
-            view.unchanged(key),
-            NoneNewer(above, view.rev),
-            *map(view.unchanged, (*forgotten, *((fellow,) if fellow else ()))),
-            # A replica that comes back may bring a holding of what seems forgotten.
-            *map(Empty, forgotten.values()),
-        ),
-        (
-            Put(key, record.encode()),  # even if it is unchanged: it wakes who waits for it
-            *(Delete(one(old)) for old in forgotten),
-            holding_put(view, seat, ref, holding),
-        ),
+    left = _left_by_all(view, seat, key)
+    guards: tuple[Guard, ...] = (
+        view.unchanged(key),
+        # Two versions that are published at once must not both be the newest.
+        NoneNewer(keys.versions_above(run, version), view.rev),
+        *map(view.unchanged, (*left, *((fellow,) if fellow else ()))),
+        # A replica that comes back may bring a holding of what everybody has left.
+        *map(Empty, left.values()),
     )
+    ops: tuple[Op, ...] = (
+        Put(key, record.encode()),  # even if it is unchanged: it wakes who waits for it
+        *(Delete(one(old)) for old in left),
+        holding_put(view, seat, ref, filling(seat, call, ref, is_original=True)),
+    )
+    return recorded(view, seat, record.brought_by(call, ref), guards, ops)
+
+
+def _left_by_all(view: View, seat: Seat, besides: str) -> dict[str, Range]:
+    """The records of some versions that nobody holds, and where holdings of each would be."""
+    keys, run = seat.keys, seat.run
+    records = readable(view.within(keys.versions(run)), k.parse_version, VersionRecord)
+    found = {key: keys.holdings_of(run, number) for key, (_, number), _, _ in records}
+    left = (
+        (key, holders)
+        for key, holders in found.items()
+        if key != besides and not any(view.within(holders))
+    )
+    return dict(itertools.islice(left, DELETES_MAX))
 
 
 def publish_ranges(seat: Seat) -> tuple[Range, ...]:
     return (seat.keys.versions(seat.run), seat.keys.holdings(seat.run))
 
 
-def replicate_ranges(seat: Seat) -> Ranges:
-    return spec_ranges(seat.keys)
-
-
 def first_look(seat: Seat, number: int) -> Ranges:
     """All that `replicate` is decided from, if call `number` decides it."""
-    return (*seat.own, one(seat.keys.ready(seat.inst, number, seat.rank)), *replicate_ranges(seat))
+    return (*seat.own, one(seat.keys.ready(seat.inst, number, seat.rank)), *spec_ranges(seat.keys))
 
 
 def _fellow_publisher(view: View, seat: Seat, version: int) -> str:
@@ -241,8 +238,11 @@ def _fellow_publisher(view: View, seat: Seat, version: int) -> str:
     return publishers[0] if publishers else ""
 
 
-def refuse_second(view: View, seat: Seat) -> None:
-    # Among many, as far as they were seen: each process knows what it holds, and has looked.
+def require_nothing_held(view: View, seat: Seat) -> None:
+    """Raises: UsageError: This replica holds a version in the store.
+
+    Among many holdings its own may not be seen: each of its processes knows by itself, too.
+    """
     for _, where, _ in keyed(view.seen(seat.keys.holdings()), k.parse_holding):
         if where.inst == seat.inst:
             raise UsageError(
@@ -271,7 +271,7 @@ def replicate(
         return nothing(view, seat, call)
     if isinstance(offer, Wait):
         return nothing(view, seat, call) if spec.may_miss else offer
-    refuse_second(view, seat)
+    require_nothing_held(view, seat)
     ref = offer.ref
     version = VersionRecord.at(view, seat.keys.version(ref.run, ref.version))
     decided = (version or VersionRecord(ref.uid)).brought_by(call, ref)
@@ -285,12 +285,15 @@ def replicate(
 
 
 def elsewhere(view: View, seat: Seat, spec: Spec) -> AvailableVersion | Wait:
-    """The version that `spec` means now, if it can be read from another replica."""
+    """The version that `spec` means now, if another replica than this one can be read from."""
     offer = resolve(view, seat.keys, spec)
-    if isinstance(offer, Wait) or not all(k.is_of(inst, seat.inst) for inst in offer.holdings):
+    if isinstance(offer, Wait):
+        return offer
+    if any(not k.is_of(inst, seat.inst) for inst in offer.holdings):
         return offer
     if not shows_all(view, seat.keys, offer):
-        raise Unseen
+        raise Unseen  # another replica may be among those that were not seen
+    # This one has put it aside for others, and cannot read it into its own tensors.
     reason = f"version {offer.ref.version} is only in this replica's own copy in host memory"
     holders = seat.keys.holdings_of(offer.ref.run, offer.ref.version)
     return Wait(reason, (seat.keys.versions(), holders))
@@ -323,14 +326,20 @@ def filling(
 def own_records(seat: Seat, call: Call, sources: Iterable[str]) -> tuple[Range, ...]:
     """The records that this rank may have because of `call`, besides the group's records."""
     ready = one(seat.keys.ready(seat.inst, call.number, seat.rank))
-    ref = call.ref
-    if ref is None:
-        return (ready,)
-    reads = (
+    return (ready, *reader_records(seat, call, sources))
+
+
+def reader_records(seat: Seat, call: Call, sources: Iterable[str]) -> tuple[Range, ...]:
+    if (ref := call.ref) is None:
+        return ()
+    return tuple(
         one(seat.keys.reader(ref.run, ref.version, source, seat.inst, seat.rank))
         for source in sorted(sources)
     )
-    return (ready, *reads)
+
+
+def ready_ranges(seat: Seat, call: Call) -> tuple[Range, ...]:
+    return (*seat.own, seat.keys.readies(seat.inst, call.number))
 
 
 def outcome_ranges(seat: Seat, call: Call) -> tuple[Range, ...]:
@@ -456,46 +465,57 @@ def complete(
         return Done(outcome_of(current, seat, call))
     if call.kind == "agree":
         return conclude(view, seat, current, end)
-    ref, read = current.ref, tuple(map(Delete, reads))
+    record, held = _version_and_holding(view, seat, current)
+    ref, read, is_required = current.ref, tuple(map(Delete, reads)), whole.is_required
     assert ref is not None
-    key = seat.keys.version(ref.run, ref.version)
-    record, own = VersionRecord.at(view, key), view.get(seat.holding(ref))
-    if record is not None and record.uid != ref.uid:  # no publication does that while it is read
-        reason = "its publisher withdrew it: it was written to while it was read"
-        raise VersionNotFound(seat.keys.model, str(ref.version), reason)
-    if record is None or own is None:
-        reason = f"the records of version {ref.version} vanished from the store meanwhile"
-        raise CallAborted(seat.replica, call.number, seat.rank, reason)
-    expected = record.layout
-    guards: tuple[Guard, ...] = (view.unchanged(key), view.unchanged(seat.holding(ref)))
-    dropped = (Delete(one(seat.holding(ref))), *read)
-    if not end.said or expected not in ("", end.said):
-        if call.kind == "replicate" and not whole.is_required:
-            return conclude(view, seat, current, end, guards, dropped)
+    version, holding = seat.keys.version(ref.run, ref.version), seat.holding(ref)
+    guards: tuple[Guard, ...] = (view.unchanged(version), view.unchanged(holding))
+    has_all = bool(end.said) and record.layout in ("", end.said)
+    if not has_all and (call.kind != "replicate" or is_required):
         failure = Failure.of(_other_layout(call, ref), replica="", call=0, rank=seat.rank)
         failed = Outcome(failure, at_ms=end.at_ms)
         return conclude(view, seat, current, failed, guards, (*_undo(seat, current), *read))
-    if call.kind == "replicate" and not whole.is_served:
-        return conclude(view, seat, current, end, guards, dropped)
-    held = Holding.decode(own.value, seat.holding(ref))
+    if call.kind == "replicate" and not (has_all and whole.is_served):
+        return conclude(view, seat, current, end, guards, (Delete(one(holding)), *read))
     full = msgspec.structs.replace(held, state="full", at_ms=end.at_ms)
     ops: list[Op] = [holding_put(view, seat, ref, full)]
     # Whatever makes a version available writes its record: nothing else wakes who waits for it.
     others = _offers(view, seat, ref)
-    if expected and others:
+    if record.layout and others:
         guards = (*guards, view.unchanged(others[0]))
     else:
-        ops.append(Put(key, msgspec.structs.replace(record, layout=end.said).encode()))
+        ops.append(Put(version, msgspec.structs.replace(record, layout=end.said).encode()))
     outcome = msgspec.structs.replace(end, is_source=True)
     return conclude(view, seat, current, outcome, guards, (*ops, *read))
 
 
+def _version_and_holding(view: View, seat: Seat, call: Call) -> tuple[VersionRecord, Holding]:
+    """The records of what the call brings.
+
+    Raises: VersionNotFound, CallAborted: They are not there any more.
+    """
+    ref = call.ref
+    assert ref is not None
+    record = VersionRecord.at(view, seat.keys.version(ref.run, ref.version))
+    holding = Holding.at(view, seat.holding(ref))
+    if record is None or holding is None:
+        reason = f"the records of version {ref.version} vanished from the store meanwhile"
+        raise CallAborted(seat.replica, call.number, seat.rank, reason)
+    if record.uid != ref.uid:  # no publication does that while it is read
+        reason = "its publisher withdrew it: it was written to while it was read"
+        raise VersionNotFound(seat.keys.model, str(ref.version), reason)
+    return record, holding
+
+
 def end_ranges(seat: Seat, call: Call) -> Ranges:
-    if call.ref is None:
-        return seat.own
-    run, version = call.ref.run, call.ref.version
-    own = (one(seat.keys.version(run, version)), one(seat.holding(call.ref)))
-    return (*seat.own, *own, first_holders(seat.keys, run, version))
+    return (*seat.own, *(version_ranges(seat, call.ref) if call.ref is not None else ()))
+
+
+def version_ranges(seat: Seat, ref: VersionRef) -> Ranges:
+    """The version's record, this replica's holding of it, and those who hold it."""
+    run, version = ref.run, ref.version
+    own = (one(seat.keys.version(run, version)), one(seat.holding(ref)))
+    return (*own, first_holders(seat.keys, run, version))
 
 
 def _offers(view: View, seat: Seat, ref: VersionRef) -> list[str]:
@@ -531,11 +551,12 @@ def conclude(
     guards: tuple[Guard, ...] = (),
     ops: tuple[Op, ...] = (),
 ) -> Act[Outcome]:
+    """Write the end of the call, and delete the records that it does not need any more."""
     ended = msgspec.structs.replace(call, outcome=outcome)
-    tidy: list[Op] = []
-    if outcome.failure is None:
-        tidy.append(Delete(seat.keys.readies(seat.inst, call.number)))
-    tidy += (Delete(one(claim)) for claim in claims_of(seat.keys, call, seat.inst))
+    # A ready record that is gone says that the call ended well (`await_outcome`).
+    readies = (seat.keys.readies(seat.inst, call.number),) if outcome.failure is None else ()
+    claims = map(one, claims_of(seat.keys, call, seat.inst))
+    tidy = map(Delete, (*readies, *claims))
     return Act(group_txn(view, seat, ended, guards, (*ops, *tidy)), lambda _: outcome)
 
 

@@ -77,8 +77,7 @@ def meet(
         block: The call that ends what it is in, between calls: a peer has given that up.
         left_out: If `call` has ended, it is one that this rank has left out.
     """
-    has_ended = call.outcome is not None
-    failure = call.outcome.failure if call.outcome is not None else None
+    has_ended, failure = call.outcome is not None, call.failure
     is_told_again = _is_waited_out(call) and told == own.caller
     is_in_block = own.asked == block and not own.continues  # else all have come to its end
     if refuses and not _is_of_caller(call, own) and not is_in_block:
@@ -108,8 +107,7 @@ def _between_steps(there: Asked, own: Asked) -> Meeting:
 
 
 def _is_waited_out(call: Call) -> bool:
-    failure = call.outcome.failure if call.outcome is not None else None
-    return failure is not None and failure.kind == DeadlineExceeded.__name__
+    return call.failure is not None and call.failure.kind == DeadlineExceeded.__name__
 
 
 def _is_of_caller(call: Call, own: Call) -> bool:

@@ -153,8 +153,8 @@ def version_read(view: View, seat: Seat, call: Call) -> VersionRef:
     """
     own_group(view, seat)
     current = find(view, seat, call.number)
-    if current is not None and current.outcome is not None and current.outcome.failure is not None:
-        raise current.outcome.failure.error()
+    if current is not None and current.failure is not None:
+        raise current.failure.error()
     assert call.ref is not None
     return call.ref
 

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, TypeVar
 from torch_ros.deadline import Deadline
 from torch_ros.errors import CallAborted, ClosedError, SeatLost, TorchRosError, UsageError
 from torch_ros.printable import log_of
-from torch_ros.protocol.call import CLEAN_UP_S
+from torch_ros.protocol.call import CLEAN_UP_S, GroupCall
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.meeting import Missed
-from torch_ros.protocol.records import Asked
+from torch_ros.protocol.records import Asked, Call
 from torch_ros.shard.beginnings import Beginning
+from torch_ros.store.loops import Step
 from torch_ros.weights.local import require_memory
 
 if TYPE_CHECKING:
@@ -108,16 +109,34 @@ def end_for_all(
         reason = f"{type(error).__name__}: {error}"
         error = CallAborted(seat.replica, ledger.calls_made + 1, seat.rank, reason)
     deadline = Deadline(f"giving up {asked}", CLEAN_UP_S)
-    refusal = GroupTask("agree", asked, deadline, lambda call: call.refuse(error))
+    refusal = GroupTask("agree", asked, deadline, partial(_refuse, error))
     ledger.caller, ledger.first = asked, 0 if continues else first
     try:
-        while True:  # the peers may have made some of them without this rank
+        while True:  # the peers may have ended some of them well, without this rank
             _as_part_of(asked, lambda: shard.make(refusal))
             deadline.check("the peers go on")
     except TorchRosError as ended:
         log.info("%s: ended for all ranks: %s", asked, ended)
     finally:
         ledger.caller = None
+
+
+def _refuse(error: TorchRosError, call: GroupCall) -> None:
+    """Let a part of the caller's call fail on all ranks with `error`, unless it has ended well.
+
+    Raises:
+        TorchRosError: It has failed now, or before. CallMismatch: the peers are elsewhere.
+    """
+
+    def fail(*_: object) -> Step[Call]:
+        raise error
+
+    call.refuses = True
+    call.decide((), fail)
+    if not call.has_ended:  # the peers are in it, and are told as this rank gives it up
+        raise error
+    # The peers may have begun theirs with another argument: its next part is refused like it.
+    call.seating.ledger.caller = call.decided.caller
 
 
 def end_for_peers(shard: Shard, asked: Asked, error: BaseException) -> None:

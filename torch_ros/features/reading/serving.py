@@ -1,7 +1,7 @@
 """How a replica offers what it has read before (docs/protocol/serving.md#serve). Pure."""
 
 from torch_ros.errors import VersionNotFound
-from torch_ros.protocol.calls import filling, refuse_second
+from torch_ros.protocol.calls import filling, require_nothing_held
 from torch_ros.protocol.records import Call, VersionRecord, VersionRef
 from torch_ros.protocol.seat import Seat, holding_put, recorded
 from torch_ros.store.loops import Step
@@ -22,7 +22,7 @@ def serve(view: View, seat: Seat, call: Call, ref: VersionRef) -> Step[Call]:
 
     Nobody need hold it any more: while its record has this uid, its number means this content.
     """
-    refuse_second(view, seat)
+    require_nothing_held(view, seat)
     keys = seat.keys
     key, run = keys.version(ref.run, ref.version), keys.run(ref.run)
     record = VersionRecord.at(view, key)
