@@ -67,9 +67,9 @@ class Group(Seating):
         with self._calling:
             try:
                 while True:
-                    call, unseated = self._begun(call, task)
-                    if unseated is not None:
-                        said = unseated(call)
+                    call, has_seat = self._begun(call, task)
+                    if not has_seat and task.unseated is not None:
+                        said = task.unseated(call)
                         if self.ledger.goes_on_without(call):
                             return said
                         call.begins_again("wait", "it has its seat again")
@@ -78,12 +78,10 @@ class Group(Seating):
                         return task.perform(call)
                     except (SeatLost, Missed, BeginsAgain) as why:
                         call = self._again(call, why)
-            except Missed:
-                raise
             except BaseException as error:
                 if call is None:
                     self.pass_over(task.kind, task.asked, task.deadline)
-                elif call.life is not CallLife.PASSED:
+                elif not isinstance(error, Missed) and call.life is not CallLife.PASSED:
                     call.give_up(error)
                 raise
             finally:
@@ -117,10 +115,8 @@ class Group(Seating):
                 return None
         return call
 
-    def _begun(
-        self, call: GroupCall | None, task: GroupTask[T]
-    ) -> tuple[GroupCall, Callable[[GroupCall], T] | None]:
-        """The call, begun from this rank's seat; or, and what does its part without one.
+    def _begun(self, call: GroupCall | None, task: GroupTask[T]) -> tuple[GroupCall, bool]:
+        """The call, begun from this rank's seat; or, and False, to be made without one.
 
         Args:
             call: As it was made before; None: not yet.
@@ -133,10 +129,10 @@ class Group(Seating):
             self.catch_up(task.deadline, patience)
             self.await_seat(task.deadline, patience)
         except SeatLost as lost:
-            unseated = None if task.store_wait_s is None else task.unseated
-            if unseated is None or isinstance(lost, Fenced):
+            can_do_without = task.store_wait_s is not None and task.unseated is not None
+            if not can_do_without or isinstance(lost, Fenced):
                 raise
-            return call or self._unbegun(task.kind, task.asked, task.deadline), unseated
+            return call or self._unbegun(task.kind, task.asked, task.deadline), False
         if call is None or not call.is_begun:
             number = self.ledger.calls_made + 1
             call = GroupCall(self, number, task.kind, task.asked, task.deadline)
@@ -144,7 +140,7 @@ class Group(Seating):
         call.patience = patience
         call.start(self.seat, self.session)
         call.is_begun = True
-        return call, None
+        return call, True
 
     def from_seat(self, ask: Callable[[], T], deadline: Deadline) -> T:
         """The answer of `ask`, which needs this rank's seat: again, if that is lost meanwhile."""
