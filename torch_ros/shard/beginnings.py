@@ -55,6 +55,23 @@ class Beginning:
     def touch(self) -> None:
         self.left_s = time.monotonic()
 
+    @property
+    def lost(self) -> str:
+        """Why it is ended if it never comes."""
+        return f"'{self.asked}' failed on this rank before its data were asked for"
+
+    def must_look(self, inst: str, now_s: float) -> bool:
+        """Whether to say that it has begun, or to ask again, ever more seldom, whether all have."""
+        pause_s = min(LOOK_MAX_S, max(LOOK_S, (now_s - self.left_s) / 8))
+        is_waiting = self.state == "begun" and self.all_s is None
+        return self.told != inst or (is_waiting and now_s >= self.looked_s + pause_s)
+
+    def is_late(self, now_s: float) -> bool:
+        """Whether this rank keeps the others waiting, all of which have begun it."""
+        if self.state != "begun" or self.all_s is None:
+            return False
+        return now_s > max(self.all_s, self.left_s) + PATIENCE_S
+
     def come(self, call: Callable[[], T]) -> T:
         """Make the save or load itself.
 
@@ -130,22 +147,17 @@ class Beginnings:
 
     def _look_after(self, one: Beginning) -> None:
         if one.state == "begun" and one.storage() is None:
-            why = f"'{one.asked}' failed on this rank before its data were asked for"
-            self._end(one, self.error(why))
+            self._end(one, self.error(one.lost))
             return
         if one.state == "begun" and one.is_in_hook:
             return
-        now_s, seat = time.monotonic(), self._group.seat
-        pause_s = min(LOOK_MAX_S, max(LOOK_S, (now_s - one.left_s) / 8))
-        is_waiting = one.state == "begun" and one.all_s is None
-        if one.told != seat.inst or (is_waiting and now_s >= one.looked_s + pause_s):
+        now_s, inst = time.monotonic(), self._group.seat.inst
+        if one.must_look(inst, now_s):
             before_s, one.looked_s = one.looked_s or one.left_s, now_s
             have_all_begun = self._group.have_all_begun(one.number, one.asked)
-            one.told = seat.inst
+            one.told = inst
             if have_all_begun and one.all_s is None:
                 one.all_s = before_s
-        since_s = None if one.all_s is None else max(one.all_s, one.left_s)
-        if one.state == "begun" and since_s is not None and now_s > since_s + PATIENCE_S:
+        if one.is_late(now_s):
             since = f"{PATIENCE_S:g} s after all ranks had begun '{one.asked}'"
-            why = f"{since}, this one had not come"
-            self._end(one, self.error(why))
+            self._end(one, self.error(f"{since}, this one had not come"))

@@ -364,8 +364,7 @@ class Shard:
     def end_beginnings(self, mine: Beginning | None) -> None:
         """End those that never came to their save or load, before this thread makes a call."""
         for one in self.beginnings.left(mine):
-            why = f"'{one.asked}' failed on this rank before its data were asked for"
-            self._end_now(one, self.beginnings.error(why))
+            self._end_now(one, self.beginnings.error(one.lost))
 
     def end_beginning(self, one: Beginning, error: TorchRosError) -> None:
         self.busy(partial(self._end_now, one, error), is_member=False)
