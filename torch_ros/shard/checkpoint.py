@@ -180,13 +180,8 @@ class Checkpoints:
     ) -> bool:
         """As `save`; an error of `made`, which makes the request, is one on all ranks."""
         shard, memory = self._shard, self._stager_memory
-
-        def begin() -> Callable[[], tuple[bool, set[tuple[int, int]]]]:
-            return _Save(shard, made(), memory).run
-
         asked = Asked.of("save", version)
-        is_offered, self._stager_memory = collectively(shard, asked, begin, begun)
-        return is_offered
+        return collectively(shard, asked, lambda: _Save(shard, made(), memory).run, begun)
 
     def load(self, request: LoadRequest) -> ReadReport:
         """Give up what is held, register and read. Checked before anything changes."""
@@ -241,7 +236,7 @@ class _Save:
     """One save on its way.
 
     Args:
-        stager_memory: Where DCP's stager had the last save, if it is held.
+        stager_memory: Where DCP's stager had the last save, if it is held; this one notes its own.
     """
 
     def __init__(
@@ -256,8 +251,8 @@ class _Save:
         self._transforms = request.copier.transforms if request.copier is not None else ()
         self._memory = stager_memory
 
-    def run(self) -> tuple[bool, set[tuple[int, int]]]:
-        """Whether it is offered now; and where DCP's stager has it."""
+    def run(self) -> bool:
+        """Whether it is offered now."""
         shard, request = self._shard, self._request
         self._registered = None
         if (copier := request.copier) is not None:
@@ -270,11 +265,13 @@ class _Save:
                 shard, request.version, content, self._asked, self._deadline, store_wait_s
             )
             assert self._state is not None
-            self._memory = {*self._state.spans} if request.from_stager else set()
+            self._memory.clear()
+            if request.from_stager:
+                self._memory.update(self._state.spans)
             if (held := shard.held) is not None:
                 for attendant in self._attendants:
                     attendant.published(held.uid, is_offered=is_offered)
-            return is_offered, self._memory
+            return is_offered
         finally:
             shard.hide_unless_held()
 
