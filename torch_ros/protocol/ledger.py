@@ -332,12 +332,15 @@ class Ledger:
         return self.calls_made + (not is_again)
 
     def goes_on_without(self, call: Attempt) -> bool:
-        """The call is not waited for; False: this rank has its seat again, and makes it there."""
+        """Note that this rank has done its part without etcd, and waits for nobody.
+
+        False: it has its seat again, and makes the call from there.
+        """
         with self.lock:
             if self.standing.state == "seated":
                 call.become(CallEvent.SEATED)
                 return False
-            if call.life not in life.IS_UNWAITED:
+            if call.life not in life.IS_UNWAITED:  # a check, by which nothing is shown
                 self._note_given_up(call)
                 return True
             if self.unfinished is not None and self.unfinished.kind != "unpublish":
@@ -359,7 +362,7 @@ class Ledger:
     def _note_given_up(self, call: Attempt) -> None:
         call.become(CallEvent.CUT_OFF)
         if self._given_up == (call.kind, call.asked) and call.number == self.calls_made:
-            return
+            return  # its caller has tried again: it is one call still
         self._end_without(call)
         self.calls_made = max(self.calls_made, call.number)
         self._given_up = None if call.is_begun else (call.kind, call.asked)

@@ -188,16 +188,16 @@ class Seating:
                 left_s = patience.left_s(self._outage, deadline.started_s, now_s)
             if standing.state == "seated":
                 break
+            if standing.state == "gone":
+                raise standing.error(self.seat.replica)
             left_s = min(deadline.left_s(), left_s)
-            if standing.state == "away" and left_s > 0:
+            if left_s > 0:
                 settled.wait(min(left_s, RETRY_S))
-                continue
-            if standing.state == "away" and patience.is_usual:
-                # A caller that tries again at once shall not keep a core busy.
-                if self._outage.has_failed and settled.wait(RETRY_S):
-                    continue
-                self._outage.has_failed = True
-            raise standing.error(self.seat.replica)
+            elif patience.is_usual and self._outage.has_failed and settled.wait(RETRY_S):
+                continue  # a caller that tries again at once shall not keep a core busy
+            else:
+                self._outage.has_failed |= patience.is_usual
+                raise standing.error(self.seat.replica)
         self.ledger.check_open()
 
     # Watching over a neighbour
