@@ -359,8 +359,9 @@ class GroupCall(Attempt):
             return count
         self._was_counted = True
         if count + len(seat.done_by(call)) >= seat.world_size:
-            all_ready = partial(calls.readies, seat=seat, call=call)
-            said = self.settle(calls.ready_ranges(seat, call), all_ready, first=self.seen)
+            rule = partial(calls.readies, seat=seat, call=call)
+            readies = seat.keys.readies(seat.inst, call.number)
+            said = self.settle((*seat.own, readies), rule, first=self.seen)
             if said is not None:
                 return said
         return self._await_outcome(self.deadline, self.seen)
@@ -371,8 +372,7 @@ class GroupCall(Attempt):
         reads = calls.reader_records(seat, call, self.read_from)
         rule = partial(calls.put_ready, seat=seat, call=call, answer=answer, reads=reads)
         mine = one(seat.keys.ready(seat.inst, call.number, seat.rank))
-        ends, waits = calls.ready_ranges(seat, call), calls.outcome_ranges(seat, call)
-        ahead = (*calls.end_ranges(seat, call), *ends[-1:], *waits[-1:])
+        ahead = calls.after_ready(seat, call)
         return self.settle((*seat.own, mine), rule, ahead, self.seen)
 
     def _await_outcome(self, deadline: Deadline, first: View | None = None) -> Outcome:

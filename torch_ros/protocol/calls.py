@@ -338,13 +338,15 @@ def reader_records(seat: Seat, call: Call, sources: Iterable[str]) -> tuple[Rang
     )
 
 
-def ready_ranges(seat: Seat, call: Call) -> tuple[Range, ...]:
-    return (*seat.own, seat.keys.readies(seat.inst, call.number))
-
-
 def outcome_ranges(seat: Seat, call: Call) -> tuple[Range, ...]:
     ready = seat.keys.ready(seat.inst, call.number, seat.rank)
     return (*seat.own, one(ready), one(seat.keys.shard(seat.inst, seat.rank)))
+
+
+def after_ready(seat: Seat, call: Call) -> Ranges:
+    """All that the step after `put_ready` needs, of who is ready last and of who waits."""
+    shard = one(seat.keys.shard(seat.inst, seat.rank))
+    return (*end_ranges(seat, call), seat.keys.readies(seat.inst, call.number), shard)
 
 
 def withdraw(view: View) -> Step[None]:
