@@ -162,12 +162,7 @@ class GroupCall(Attempt):
         return mark(self.ref.uid, self.number)
 
     def decide(
-        self,
-        ranges: Ranges,
-        effects: Effects,
-        ahead: Ranges = (),
-        *,
-        is_cheap: bool = False,
+        self, ranges: Ranges, effects: Effects, ahead: Ranges = (), *, is_cheap: bool = False
     ) -> None:
         """Decide what the group does in this call: the first rank that asks does.
 

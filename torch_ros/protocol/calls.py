@@ -251,14 +251,7 @@ def require_nothing_held(view: View, seat: Seat) -> None:
             )
 
 
-def replicate(
-    view: View,
-    seat: Seat,
-    call: Call,
-    spec: Spec,
-    *,
-    is_relay: bool,
-) -> Step[Call]:
+def replicate(view: View, seat: Seat, call: Call, spec: Spec, *, is_relay: bool) -> Step[Call]:
     """Resolve the version and announce the filling holding. `sources.claim` follows.
 
     It comes second, so that it sees all that is older than this holding (I13).

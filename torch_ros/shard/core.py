@@ -15,13 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from torch_ros import arguments
 from torch_ros.deadline import Deadline, is_cancelled, unless_cancelled
-from torch_ros.errors import (
-    ClosedError,
-    Fenced,
-    SeatLost,
-    TorchRosError,
-    UsageError,
-)
+from torch_ros.errors import ClosedError, Fenced, SeatLost, TorchRosError, UsageError
 from torch_ros.p2p.pages import Pages
 from torch_ros.p2p.transport import Transport
 from torch_ros.printable import log_of
