@@ -111,6 +111,4 @@ def must_copy(ledger: Ledger, retained: frozenset[Spec] | None) -> int | None:
             own = (Wish.parse(text).spec for text in ledger.seat.keeper.retain)
             if not any(spec.absolute in (None, kept.ref.version) for spec in (*own, *retained)):
                 return None
-        if unfinished is not None and unfinished.kind == "unpublish":
-            return unfinished.number
-        return ledger.calls_made + 1
+        return ledger.unpublish_number
