@@ -165,7 +165,7 @@ def test_a_follower_that_pauses_can_be_cancelled(opened, monkeypatch):
         is_lost.set()
         raise errors.SourceLost("trainer", "it is gone", 0, 0)
 
-    monkeypatch.setattr(flow, "replicate_if_there", lost)
+    monkeypatch.setattr(flow, "replicate", lost)
 
     async def main():
         waiting = asyncio.create_task(anext(rollout.aio.follow()))

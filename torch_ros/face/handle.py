@@ -4,7 +4,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace  # feature seeding
+from dataclasses import replace
 from functools import partial
 from typing import Literal, Self, overload
 
@@ -34,12 +34,12 @@ from torch_ros.features.streams.stream import Stream, Streams  # feature streams
 from torch_ros.fleet.fleet import Fleet, fleet_ranges
 from torch_ros.protocol.records import Asked, VersionRef
 from torch_ros.protocol.versions import Spec, check_version, listing, spec_ranges
-from torch_ros.shard import replication
 from torch_ros.shard.checkpoint import Checkpoints, SaveRequest
 from torch_ros.shard.collective import checked, collectively
 from torch_ros.shard.core import Shard, State
 from torch_ros.shard.finding import Contents, wait_for
 from torch_ros.shard.publishing import Content, publish
+from torch_ros.shard.replication import Target, replicate
 from torch_ros.shard.report import ReadReport, Report
 from torch_ros.shard.updating import UpdateRequest, update
 from torch_ros.store.loops import Done
@@ -471,8 +471,8 @@ class ShardHandle:
 
         def begin() -> Callable[[], VersionRef | None]:
             deadline = shard.deadline(asked, timeout_s)
-            read = replication.replicate_if_there if missing_ok else replication.replicate
-            return partial(read, shard, Spec.parse(version), replication.Target(shard), deadline)
+            spec = replace(Spec.parse(version), may_miss=missing_ok)
+            return partial(replicate, shard, spec, Target(shard), deadline)
 
         ref = collectively(shard, asked, begin)
         return ref.version if ref is not None else None

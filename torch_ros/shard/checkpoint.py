@@ -21,7 +21,7 @@ from torch_ros.shard.collective import collectively
 from torch_ros.shard.core import Shard
 from torch_ros.shard.finding import PinnedVersion, find
 from torch_ros.shard.publishing import Content, publish
-from torch_ros.shard.replication import Target, read_version
+from torch_ros.shard.replication import Replication, Target, read_version
 from torch_ros.shard.report import ReadReport
 from torch_ros.shard.tensors import Brought
 from torch_ros.shard.verification import Verification
@@ -382,9 +382,10 @@ class Load(Target):
         )
         spec, keeps = Spec.parse(request.version), False
         try:
-            report = read_version(shard, asked, spec, terms, self, self._deadline)
+            read = Replication(shard, spec, self, self._deadline, terms)
+            read_version(shard, asked, read)
             keeps = request.keeps
-            return report
+            return read.report
         finally:
             if not keeps:
                 shard.hide_unless_held(forgets=request.keeps)

@@ -4,9 +4,7 @@ import logging
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import (
@@ -19,7 +17,7 @@ from torch_ros.errors import (
 )
 from torch_ros.printable import log_of
 from torch_ros.protocol import calls
-from torch_ros.protocol.call import GroupCall
+from torch_ros.protocol.call import SERVED, GroupCall
 from torch_ros.protocol.calls import SourceTerms
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.keys import replica_of
@@ -39,8 +37,6 @@ from torch_ros.transfer.peers import Peers
 from torch_ros.transfer.registered import LocalState, finish_kernels, mark_written
 from torch_ros.weights.manifest import Layout
 
-T = TypeVar("T")
-R = TypeVar("R", bound="Replication")
 log: logging.Logger = log_of(__name__)
 
 SLOW_BYTES = 64 << 20  # from a source on the same host, and slower than this:
@@ -98,34 +94,24 @@ class Target:
         """All of it is there, and the call has ended well."""
 
 
-def replicate(shard: Shard, spec: Spec, target: Target, deadline: Deadline) -> VersionRef:
-    """Read a whole version into the registered tensors."""
-    shard.read_begins(deadline)
-    target.supplier = _supplier(shard, spec, deadline)
-    made = partial(Replication, shard, spec, SourceTerms(), target, deadline)
-    return healed(shard, _asked(spec), deadline, made, lambda read: read.whole)
+def replicate(shard: Shard, spec: Spec, target: Target, deadline: Deadline) -> VersionRef | None:
+    """Read a whole version into the registered tensors.
 
-
-def replicate_if_there(
-    shard: Shard, spec: Spec, target: Target, deadline: Deadline
-) -> VersionRef | None:
-    """As `replicate`, if there is such a version; None: there is none, or none any more.
+    None, where `spec` may miss it: there is none, or none any more.
 
     Raises:
-        VersionNotFound: It went when a part of it had been read.
+        VersionNotFound: Likewise, when a part of it had been read.
     """
     shard.read_begins(deadline)
-    spec, tries = replace(spec, may_miss=True), list[Replication]()
-    target.supplier = supplier = _supplier(shard, spec, deadline)
-
-    def made(avoided: Collection[str]) -> Replication:
-        tries.append(Replication(shard, spec, SourceTerms(), target, deadline, avoided))
-        return tries[-1]
-
-    or_in = supplier.called if supplier is not None else ""
-    asked = _asked(spec, if_there=True, or_in=or_in)
-    ref: VersionRef | None = healed(shard, asked, deadline, made, lambda read: read.if_there)
-    if ref is None and any(each.ref is not None for each in tries):
+    offers = (feature.supplier(spec, deadline) for feature in shard.features)
+    target.supplier = supplier = next(filter(None, offers), None)
+    version = f"{spec}" if spec.absolute is None else spec.absolute
+    floor = spec.floor.version if spec.floor else None
+    or_in = supplier.called if supplier is not None and spec.may_miss else ""
+    asked = Asked("replicate", version, floor=floor, if_there=spec.may_miss, or_in=or_in)
+    read = Replication(shard, spec, target, deadline)
+    ref = read_version(shard, asked, read)
+    if ref is None and read.has_begun:
         reason = "it went while it was read; the tensors' content is undefined, and nothing is held"
         raise VersionNotFound(shard.model, f"{spec}", reason)
     if ref is None:
@@ -133,32 +119,7 @@ def replicate_if_there(
     return ref
 
 
-def _supplier(shard: Shard, spec: Spec, deadline: Deadline) -> Supplier | None:
-    found = (feature.supplier(spec, deadline) for feature in shard.features)
-    return next((supplier for supplier in found if supplier is not None), None)
-
-
-def _asked(spec: Spec, *, if_there: bool = False, or_in: str = "") -> Asked:
-    version = f"{spec}" if spec.absolute is None else spec.absolute
-    floor = spec.floor.version if spec.floor else None
-    return Asked("replicate", version, floor=floor, if_there=if_there, or_in=or_in)
-
-
-def read_version(
-    shard: Shard, asked: Asked, spec: Spec, terms: SourceTerms, target: Target, deadline: Deadline
-) -> ReadReport:
-    """Read a version into `target`."""
-    made = partial(Replication, shard, spec, terms, target, deadline)
-    return healed(shard, asked, deadline, made, lambda replication: replication.perform)
-
-
-def healed(
-    shard: Shard,
-    asked: Asked,
-    deadline: Deadline,
-    made: Callable[[Collection[str]], R],
-    of: Callable[[R], Callable[[GroupCall], T]],
-) -> T:
+def read_version(shard: Shard, asked: Asked, read: "Replication") -> VersionRef | None:
     """Read a version; once more after CorruptWeights, preferring other sources.
 
     Before that, in full from the same ones, if a part was made of what was there, which may have
@@ -169,9 +130,9 @@ def healed(
         avoided: Collection[str] = ()
         tries_left = HEAL_TRIES - 1
         while True:
-            replication = made(avoided)
+            read.begin(avoided)
             try:
-                return shard.make(GroupTask("replicate", asked, deadline, of(replication)))
+                return shard.make(GroupTask("replicate", asked, read.deadline, read.perform))
             except CorruptWeights as error:
                 shard.observed.tally.corrupt += 1
                 _tell_wrong(shard)
@@ -182,15 +143,15 @@ def healed(
                 if not error.source:
                     continue
                 tries_left -= 1
-                avoided = replication.sources
+                avoided = read.sources
                 try:
                     if avoided:  # what is no replica is none
                         suspect(shard.group, avoided, str(error))
                 except BackendError as lost:  # the second read checks the bytes whatever its source
-                    log.warning("%s may be read from again: %s", replication.source, lost)
+                    log.warning("%s may be read from again: %s", read.source, lost)
             except TorchRosError as error:
-                known = replication.known_failure(error)
-                if not replication.is_passed_over(known):
+                known = read.known_failure(error)
+                if not read.is_passed_over(known):
                     shard.observed.tally.failed(known)
                     if known is error:
                         raise
@@ -210,25 +171,29 @@ class Replication:
     """
 
     verification: Verification  # of `ref`
+    report: ReadReport  # of what was read
 
     def __init__(
         self,
         shard: Shard,
         spec: Spec,
-        terms: SourceTerms,
         target: Target,
         deadline: Deadline,
-        avoided: Collection[str] = (),
+        terms: SourceTerms = SERVED,
     ) -> None:
-        self._shard, self._spec, self._terms = shard, spec, terms
-        self._target, self._deadline, self._avoided = target, deadline, avoided
-        self._watch = Stopwatch()
+        self._shard, self.spec, self._terms = shard, spec, terms
+        self._target, self.deadline = target, deadline
+        self.has_begun: bool = False  # the target may have a part of a version
+
+    def begin(self, avoided: Collection[str]) -> None:
+        """Begin with nothing here; other sources are preferred to `avoided`."""
+        self.avoided, self._watch = avoided, Stopwatch()
         self.ref: VersionRef | None = None
         self.progress: Progress | None = None  # of the tensors that are registered for it
         self.source: str = ""  # the replicas that are read from now
         self.sources: list[str] = []  # the instances that were read from
-        judges = (feature.judges() for feature in shard.features)
-        self._judges = next((found for found in judges if found is not None), None)
+        judges = (feature.judges() for feature in self._shard.features)
+        self._judges = next(filter(None, judges), None)
         self._should_be_fast = False  # all of the source is there, on this host
         self._via = Via()  # what has brought all of `progress`
         self._call: GroupCall | None = None
@@ -250,44 +215,37 @@ class Replication:
             return False
         return supplier.is_passed_over(call.decided, error)
 
-    def perform(self, call: GroupCall) -> ReadReport:
-        self._decide(call)
-        return self.read(call)
-
-    def whole(self, call: GroupCall) -> VersionRef:
-        self.perform(call)
-        return call.ref
-
-    def if_there(self, call: GroupCall) -> VersionRef | None:
-        self._decide(call)
-        if call.decided.ref is None:
-            return None
-        self.read(call)
-        return call.ref
-
-    def _decide(self, call: GroupCall) -> None:
+    def perform(self, call: GroupCall) -> VersionRef | None:
         self._target.prepare()
         self._book_lost_time()
+        self.decide(call)
+        if call.decided.ref is not None:
+            self._read(call)
+        return call.decided.ref
+
+    def decide(self, call: GroupCall) -> None:
+        """Decide which version, and claim sources of it."""
         self._call, supplier = call, self._target.supplier
         is_relay = self._terms.is_relayed and self._shard.settings.relay
-        rule = partial(calls.replicate, spec=self._spec, is_relay=is_relay)
+        rule = partial(calls.replicate, spec=self.spec, is_relay=is_relay)
         claim = partial(
             call.decide_and_claim,
             sources_max=sources_max(self._target.bytes_total),
-            avoided=self._avoided,
+            avoided=self.avoided,
         )
         if supplier is None:
             claim(rule)
         else:
             supplier.decide(call, rule, claim)
 
-    def read(self, call: GroupCall) -> ReadReport:
+    def _read(self, call: GroupCall) -> None:
         """Do what was decided."""
         shard = self._shard
         shard.tracing.link(call.decided.traceparent)
         if call.has_ended:  # while this rank had no seat; its part was done
             shard.word.serve_held()
-            return self._report(call)
+            self._report(call)
+            return
         self._watch.lap("decide")
         if self.progress is not None:  # it relays, or not, by this decision
             (self.progress.hush if self._is_leaf(call) else self.progress.speak)()
@@ -302,7 +260,7 @@ class Replication:
             else:
                 self._read_from_sources(call, meter)
         self._commit(call)
-        return self._report(call)
+        self._report(call)
 
     def _read_from_elsewhere(self, call: GroupCall, meter: Meter) -> None:
         supplier = self._target.supplier
@@ -321,8 +279,8 @@ class Replication:
 
     def start(self, ref: VersionRef) -> None:
         """Begin with another version than before: nothing of it is here."""
-        self.ref, self.progress, self._via = ref, None, Via()
-        self.verification = Verification(self._shard, ref, self._deadline)
+        self.ref, self.progress, self._via, self.has_begun = ref, None, Via(), True
+        self.verification = Verification(self._shard, ref, self.deadline)
         self._read_from = ReadFrom(self._shard, ref.version)
 
     def _book_lost_time(self) -> None:
@@ -357,7 +315,7 @@ class Replication:
         meter.expect(sum(of_phase[0].plan.bytes_read for of_phase in supplies))
         self._fill_otherwise(progress, supplies[-1])
         for of_phase, phase in zip(supplies, phases, strict=True):
-            self._shard.reading.read(of_phase, phase, progress, self._deadline, meter.add)
+            self._shard.reading.read(of_phase, phase, progress, self.deadline, meter.add)
             if phase is phases[0]:  # the objects, if there are any
                 self._target.vet()
 
@@ -367,7 +325,7 @@ class Replication:
         self._target.base = None
         is_there = base is not None and base.registered is progress.target
         if base is not None and is_there and self.verification.proves_all:
-            ref, deadline = self.verification.ref, self._deadline
+            ref, deadline = self.verification.ref, self.deadline
             change = Change(base, ref, supplies, shard.reading, deadline, hurries=True)
             self._should_be_fast = False
         for feature in shard.features:
@@ -422,10 +380,10 @@ class Replication:
         progress.prove()
         watch.lap("commit")
 
-    def _report(self, call: GroupCall) -> ReadReport:
+    def _report(self, call: GroupCall) -> None:
         progress, watch = self.progress, self._watch
         assert progress is not None
-        report = ReadReport(
+        self.report = report = ReadReport(
             call.ref.version,
             self.source,
             _lost_sources(call),
@@ -441,7 +399,7 @@ class Replication:
             call.turns,
         )
         self._shard.reports.add(report)
-        self._shard.read_ends(call.ref, self._deadline)
+        self._shard.read_ends(call.ref, self.deadline)
         self._target.came(self.verification)
         log.info("%s", report.line(self._shard.model))
         speed = report.bytes_read / max(watch.stages_s["read"], 1e-9)
@@ -452,7 +410,6 @@ class Replication:
                 "kernel.yama.ptrace_scope=0; UCX_LOG_LEVEL=info says what UCX chose",
                 speed / 1e9,
             )
-        return report
 
 
 def _lost_sources(call: GroupCall) -> int:

@@ -23,7 +23,7 @@ from torch_ros.errors import (
     VersionNotFound,
 )
 from torch_ros.features.following import flow
-from torch_ros.shard.replication import replicate_if_there
+from torch_ros.shard.replication import replicate
 from torch_ros.store import run
 from torch_ros.store.txn import whole
 
@@ -63,9 +63,9 @@ def test_an_update_that_has_given_up_what_it_held_does_not_say_no(opened, monkey
 
     def gone(*_):
         trainer.unpublish()
-        return replicate_if_there(*_)
+        return replicate(*_)
 
-    monkeypatch.setattr(flow, "replicate_if_there", gone)
+    monkeypatch.setattr(flow, "replicate", gone)
     with pytest.raises(VersionNotFound, match="given up"):
         rollout.update(wait_s=0.5)
     assert rollout.version is None
@@ -104,9 +104,9 @@ def test_a_version_that_goes_before_it_is_read_is_waited_out(
         if not gone.is_set():
             trainer.unpublish()
             gone.set()
-        return replicate_if_there(*call)
+        return replicate(*call)
 
-    monkeypatch.setattr("torch_ros.features.following.flow.replicate_if_there", goes)
+    monkeypatch.setattr("torch_ros.features.following.flow.replicate", goes)
     each = [pool.submit(handle.update, wait_s=WAIT_S) for handle in replica]
     until_waiting(*replica)
     go_on(trainer, 2)
@@ -246,9 +246,9 @@ def test_what_cannot_be_read_is_tried_again_some_times(opened, monkeypatch):
         failing -= 1
         if failing >= 0:
             raise SourceLost("trainer", "it is gone", 0, 0)
-        return replicate_if_there(*args)
+        return replicate(*args)
 
-    monkeypatch.setattr("torch_ros.features.following.flow.replicate_if_there", lost)
+    monkeypatch.setattr("torch_ros.features.following.flow.replicate", lost)
     assert next(rollout.follow()) == 1
     go_on(trainer, 2)
     failing = flow.LOSSES_MAX
@@ -415,7 +415,7 @@ def test_ctrl_c_between_two_tries_ends_the_peers(opened, pool, replica, monkeypa
 
     monkeypatch.setattr(flow, "PAUSE_TTLS", 0.05)
     monkeypatch.setattr(flow, "_pause", interrupted)
-    monkeypatch.setattr("torch_ros.features.following.flow.replicate_if_there", lost)
+    monkeypatch.setattr("torch_ros.features.following.flow.replicate", lost)
     peer = pool.submit(next, replica[0].follow(timeout_s=WAIT_S))
     with pytest.raises(KeyboardInterrupt):
         next(replica[1].follow(timeout_s=WAIT_S))

@@ -30,7 +30,7 @@ from torch_ros.protocol.records import Asked, VersionRef
 from torch_ros.protocol.seat import Seat
 from torch_ros.shard.collective import collectively, end_for_all
 from torch_ros.shard.core import Shard
-from torch_ros.shard.replication import replicate_if_there
+from torch_ros.shard.replication import replicate
 from torch_ros.shard.updating import End, Search, UpdateRequest, at_once
 from torch_ros.store.loops import Step, WaitAtMost
 from torch_ros.store.txn import View
@@ -158,7 +158,7 @@ def _update_within(
                 return None
             spec = search.to_read(found)[0]
             with search.given_up(deadline) as target:
-                ref = replicate_if_there(shard, spec, target, deadline)
+                ref = replicate(shard, replace(spec, may_miss=True), target, deadline)
             has_given_up = has_given_up or (ref is None and search.held is not None)
     return ref
 
