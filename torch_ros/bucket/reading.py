@@ -20,7 +20,7 @@ from torch_ros.weights.local import build, local_chunks, span_of
 from torch_ros.weights.manifest import Layout
 from torch_ros.weights.plan import ReadPlan, plan
 from torch_ros.weights.staging import StagedCopy, copy_staged
-from torch_ros.weights.writable import require_writable
+from torch_ros.weights.writable import require_none, unwritable
 
 WINDOW_BYTES = 16 * PART_BYTES  # of a file, that one thread fetches, checks and copies out
 THREADS = 4  # each has two windows of memory
@@ -100,7 +100,7 @@ def fill(
         UsageError: No plain tensors, or some that may not be written to. Nothing was read.
     """
     found = local_chunks(tensors)
-    require_writable("load", ((t.fqn, chunk.tensor) for t in found for chunk in t.chunks))
+    require_none("load", unwritable((t.fqn, chunk.tensor) for t in found for chunk in t.chunks))
     layout, memory = build(found, {})
     fill_chunks(store, folder, stored, (layout, memory))
     torch.autograd.graph.increment_version([t for t in memory if not t.is_inference()])

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from torch_ros.transfer.stall import SourceWait
 from torch_ros.weights.columns import Bools, Ints
 from torch_ros.weights.manifest import Layout, Manifest
 from torch_ros.weights.plan import ReadPlan
+
+if TYPE_CHECKING:
+    from torch_ros.transfer.batches import Batch
 
 TORN_S = 1.0  # for which a mailbox may contradict itself: to rewrite it takes microseconds
 
@@ -210,24 +213,13 @@ def _certified(
     return replace(state, word=peers.word(state, deadline, look))
 
 
-class Portion(Protocol):
-    """Bytes that are read together."""
-
-    @property
-    def needs(self) -> Mapping[int, int]:
-        """How many blocks each rank of the source has to have."""
-
-    @property
-    def size_bytes(self) -> int: ...
-
-
 class Judge:
     """Told how a read goes from its only source. Each method does nothing here.
 
     One that finds too little coming from it raises `Left`.
     """
 
-    def begins(self, batches: Sequence[Portion]) -> None:
+    def begins(self, batches: "Sequence[Batch]") -> None:
         """These are to be read, in this order."""
 
     def looks(self) -> None:
@@ -242,7 +234,7 @@ class Judge:
     def counts(self, size_bytes: int) -> None:
         """So many bytes count now."""
 
-    def landed(self, batch: Portion) -> None:
+    def landed(self, batch: "Batch") -> None:
         """All that landed together counts now, if its batch is whole; `batch` was the last."""
 
 

@@ -17,11 +17,6 @@ _OWN_MAPS = Path("/proc/self/maps")
 _UNWRITABLE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) .-", re.MULTILINE)
 
 
-def require_writable(call: str, chunks: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises: UsageError: One of these, each with its fqn, lies where this process cannot write."""
-    require_none(call, unwritable(chunks))
-
-
 def unwritable(chunks: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     """The fqn of the first one in host memory that this process may only read; None: there is none.
 

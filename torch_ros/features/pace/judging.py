@@ -14,7 +14,8 @@ from torch_ros.protocol.reaching import ClaimedSources, Left
 from torch_ros.protocol.sources import Source
 from torch_ros.shard.seams import Feature
 from torch_ros.store.txn import one
-from torch_ros.transfer.feed import Arrivals, Following, Judge, Portion
+from torch_ros.transfer.batches import Batch
+from torch_ros.transfer.feed import Arrivals, Following, Judge
 
 LEFT_MAX = 2  # sources that give too little, in a call; or newcomers were followed for ever
 ASK_AGAIN_S = 10.0  # after no answer: a slow reader whose store is away has to go on reading
@@ -115,10 +116,10 @@ class PacedRead(Judge):
         self._following, self._progress = following, progress
         self.landings = None if following.is_near else Landings(time.monotonic())
         self._is_window = False  # the last landing ended one
-        self._unseen: deque[Portion] = deque()  # that the source was not seen to have yet
+        self._unseen: deque[Batch] = deque()  # that the source was not seen to have yet
         self._landed = self._shown = 0
 
-    def begins(self, batches: Sequence[Portion]) -> None:
+    def begins(self, batches: Sequence[Batch]) -> None:
         if self.landings is None:
             self._progress.tell_rate(0)
         self._unseen.extend(batches)
@@ -152,7 +153,7 @@ class PacedRead(Judge):
         if (pace := self._pace) is not None and pace.is_behind(now_s, landed, shown):
             self._fell_behind(pace.rate, self._progress.hush)
 
-    def landed(self, batch: Portion) -> None:
+    def landed(self, batch: Batch) -> None:
         if self._is_window:
             self.compare(batch.needs)
 
