@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
-from torch_ros.store.memory import ABSENT, Space
+from torch_ros.memory.store import ABSENT, Space
 from torch_ros.store.txn import (
     Created,
     Empty,

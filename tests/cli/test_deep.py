@@ -20,7 +20,7 @@ from torch_ros.cli import asking, deep, headway, ls, main
 from torch_ros.cli.deep import Depths
 from torch_ros.cli.headway import Headway, Position
 from torch_ros.fleet.fleet import Fleet, fleet_ranges
-from torch_ros.p2p.memory import MemoryTransport
+from torch_ros.memory.transport import MemoryTransport
 from torch_ros.protocol.keys import Keys, parse_reader, replica_of
 from torch_ros.protocol.records import ShardRecord, mark
 from torch_ros.spans import HOST

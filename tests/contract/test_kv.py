@@ -10,9 +10,9 @@ import pytest
 from kit import until
 
 from torch_ros.errors import ClosedError, UsageError
+from torch_ros.memory.store import MemoryKV
 from torch_ros.store import txn
 from torch_ros.store.etcd import EtcdKV
-from torch_ros.store.memory import MemoryKV
 
 pytestmark = pytest.mark.timeout(60)
 

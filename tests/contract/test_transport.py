@@ -12,7 +12,7 @@ from kit import until
 from p2p.steps import attached, region
 
 from torch_ros.errors import ClosedError, NotSupported, TransferFailed, UsageError
-from torch_ros.p2p.memory import MemoryTransport
+from torch_ros.memory.transport import MemoryTransport
 from torch_ros.p2p.ways import EVERYBODY, WaysTransport
 from torch_ros.spans import Region
 

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 
 import torch_ros
 from torch_ros.dcp import ROSReader, ROSWriter
-from torch_ros.store.memory import MemoryKV
+from torch_ros.memory.store import MemoryKV
 
 PACKAGE = str(Path(torch_ros.__file__).parent) + "/"
 FLOORS = {

@@ -11,7 +11,7 @@ from kit import inside
 
 from torch_ros import errors
 from torch_ros.features.following import flow
-from torch_ros.p2p.memory import MemoryTransfer
+from torch_ros.memory.transport import MemoryTransfer
 
 SOON_S = 10
 

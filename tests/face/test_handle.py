@@ -28,11 +28,11 @@ from torch_ros import errors
 from torch_ros.costs import NIXL_COSTS
 from torch_ros.deadline import Deadline
 from torch_ros.face import opening
-from torch_ros.p2p.memory import MemoryTransfer
+from torch_ros.memory import store as memory
+from torch_ros.memory.transport import MemoryTransfer
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.records import Asked, Holding
 from torch_ros.shard import core
-from torch_ros.store import memory
 from torch_ros.store.txn import Put
 from torch_ros.transfer import batches
 

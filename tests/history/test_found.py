@@ -12,9 +12,9 @@ from kit import inside, until
 import torch_ros
 from torch_ros.deadline import Deadline
 from torch_ros.errors import DeadlineExceeded, SeatLost, TransferFailed, UsageError
-from torch_ros.p2p.memory import MemoryTransport
+from torch_ros.memory import store as memory
+from torch_ros.memory.transport import MemoryTransport
 from torch_ros.protocol.seat import CALLS_KEPT
-from torch_ros.store import memory
 from torch_ros.transfer.card import Word
 from torch_ros.transfer.mailbox import Mailbox
 from torch_ros.transfer.peers import Peers

@@ -18,6 +18,7 @@ GROUND = {
 }
 ARROWS = {  # folder -> what it may import besides itself, the ground and the standard library
     "local": set(),
+    "memory": {"store", "p2p", "msgspec"},
     "store": {"local", "msgspec"},
     "store/distributed": {"local", "store", "torch"},
     "protocol": {"store", "msgspec"},
@@ -83,6 +84,8 @@ LAZY = {  # what a file starts when it is asked to, and does not stand on
     "store/__init__.py": ("torch_ros.store.distributed",),
     "face/opening.py": ("torch_ros.metrics",),
     "features/fallback/stored.py": ("torch_ros.bucket",),
+    "store/endpoint.py": ("torch_ros.memory",),
+    "p2p/choose.py": ("torch_ros.memory",),
 }
 DOORS = {
     "argcomplete": "cli/completing.py",

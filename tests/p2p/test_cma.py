@@ -17,8 +17,8 @@ import pytest
 from p2p.steps import attached, copied, prepared, region, span
 
 from torch_ros.errors import ClosedError, TransferFailed
+from torch_ros.memory.transport import MemoryTransport
 from torch_ros.p2p import cma, near
-from torch_ros.p2p.memory import MemoryTransport
 from torch_ros.p2p.near import NearTransport
 from torch_ros.p2p.voucher import Process
 from torch_ros.transfer.posting import close_all

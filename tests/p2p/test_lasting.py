@@ -10,8 +10,8 @@ import torch
 from torch_ros.errors import ClosedError
 from torch_ros.features.huge_pages.pages import HugePages
 from torch_ros.features.retention.host_copies import HostCopy
+from torch_ros.memory.transport import MemoryTransport
 from torch_ros.p2p.lasting import LastingMemory
-from torch_ros.p2p.memory import MemoryTransport
 from torch_ros.protocol.records import Kept, VersionRef
 from torch_ros.transfer.card import ALL_BLOCKS
 from torch_ros.transfer.mailbox import Digests, Mailbox

@@ -18,9 +18,9 @@ import pytest
 from p2p.steps import attached, copied, prepared, region, span
 
 from torch_ros.errors import ClosedError, TransferFailed
+from torch_ros.memory.transport import MemoryTransport
 from torch_ros.p2p import copying as copying_module
 from torch_ros.p2p import mapped, near
-from torch_ros.p2p.memory import MemoryTransport
 from torch_ros.p2p.near import NearTransport
 
 pytestmark = pytest.mark.timeout(90)

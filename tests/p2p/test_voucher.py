@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from torch_ros.errors import TransferFailed
+from torch_ros.memory.transport import MemoryTransport
 from torch_ros.p2p import cma, voucher
-from torch_ros.p2p.memory import MemoryTransport
 from torch_ros.p2p.near import NearTransfer, NearTransport
 from torch_ros.p2p.voucher import Neighbour, Process, Unproven, Voucher
 from torch_ros.spans import Region

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from torch_ros.errors import TransferFailed, UsageError
-from torch_ros.p2p.memory import MemoryTransport
+from torch_ros.memory.transport import MemoryTransport
 from torch_ros.p2p.ways import EVERYBODY, WaysTransport, chosen, interfaces_for
 
 pytestmark = pytest.mark.timeout(90)

@@ -10,9 +10,9 @@ from kit import inside
 
 import torch_ros
 from torch_ros.errors import BackendError, UsageError, VersionConflict
+from torch_ros.memory import store as memory
 from torch_ros.protocol import membership
 from torch_ros.protocol.records import Failure, Holding
-from torch_ros.store import memory
 from torch_ros.store.txn import Put, Read, Txn, one
 
 GARBAGE = b"\xff\xfe garbage {"

@@ -6,11 +6,11 @@ import pytest
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import SeatLost
+from torch_ros.memory.store import MemoryKV, Space
 from torch_ros.protocol import seating
 from torch_ros.protocol.applicant import Applicant
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.records import ShardRecord
-from torch_ros.store.memory import MemoryKV, Space
 from torch_ros.store.session import Session
 
 

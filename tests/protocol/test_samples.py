@@ -10,6 +10,7 @@ import pytest
 from torch_ros.deadline import Deadline
 from torch_ros.errors import TorchRosError
 from torch_ros.features.retention import rules as retention
+from torch_ros.memory.store import MemoryKV
 from torch_ros.protocol import membership, records, sources, versions
 from torch_ros.protocol.applicant import Applicant
 from torch_ros.protocol.keeping import GivenUp
@@ -18,7 +19,6 @@ from torch_ros.protocol.seat import Seat
 from torch_ros.protocol.versions import Spec
 from torch_ros.store import txn
 from torch_ros.store.loops import Act, Done, Wait, looking_ahead, settle
-from torch_ros.store.memory import MemoryKV
 from torch_ros.store.run import run
 from torch_ros.store.txn import (
     Commit,

@@ -7,13 +7,13 @@ from functools import partial
 
 import pytest
 
+from torch_ros.memory.store import MemoryKV, Space
 from torch_ros.protocol import calls, records, sources
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.seat import Seat
 from torch_ros.protocol.versions import Spec, listing, resolve, spec_ranges
 from torch_ros.store import loops
 from torch_ros.store.loops import Done, Wait, settle
-from torch_ros.store.memory import MemoryKV, Space
 from torch_ros.store.txn import Commit, Follow, Put, Read, Txn, Watch, one, sample, whole
 
 KEYS = Keys("m")

@@ -29,8 +29,8 @@ import torch_ros
 from torch_ros.deadline import Deadline
 from torch_ros.errors import SourceLost, TransferFailed
 from torch_ros.face import opening
+from torch_ros.memory.store import MemoryKV, Space
 from torch_ros.protocol import sources
-from torch_ros.store.memory import MemoryKV, Space
 from torch_ros.store.txn import (
     Created,
     Delete,

@@ -22,13 +22,13 @@ from torch_ros.errors import (
     VersionNotFound,
 )
 from torch_ros.local import etcd as local
+from torch_ros.memory import store as memory
 from torch_ros.protocol import calls
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.records import Asked, Failure
 from torch_ros.shard import replication
 from torch_ros.shard.tally import tallies
-from torch_ros.store import memory
 from torch_ros.store.loops import Done
 from torch_ros.transfer import batches, reading, stall
 from torch_ros.transfer.feed import Progress

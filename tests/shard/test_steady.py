@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 from kit import memory
 
 from torch_ros.dcp import ROSReader, ROSWriter
-from torch_ros.p2p.memory import MemoryPeer, MemoryTransport
+from torch_ros.memory.transport import MemoryPeer, MemoryTransport
 from torch_ros.transfer import peers, reading
 
 endpoint = pytest.fixture(memory)

@@ -6,7 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 
 from torch_ros.errors import ClosedError, StoreUnavailable
-from torch_ros.store.memory import Space
+from torch_ros.memory.store import Space
 from torch_ros.store.txn import Commit, Read, Sample, Watch
 
 

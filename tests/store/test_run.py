@@ -6,8 +6,8 @@ import pytest
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import ClosedError, Contention, DeadlineExceeded, StoreUnavailable
+from torch_ros.memory import store as memory
 from torch_ros.protocol.records import VersionRecord
-from torch_ros.store import memory
 from torch_ros.store.loops import ATTEMPTS_MAX, Act, Done, Wait, settle
 from torch_ros.store.run import run
 from torch_ros.store.txn import Put, Txn, one

@@ -11,8 +11,8 @@ import time
 import pytest
 
 from torch_ros.errors import ClosedError, StoreUnavailable
+from torch_ros.memory.store import MemoryKV, Space
 from torch_ros.store.etcd import EtcdKV
-from torch_ros.store.memory import MemoryKV, Space
 from torch_ros.store.session import Session, boot_time
 from torch_ros.store.txn import Put, Read, Txn, under
 

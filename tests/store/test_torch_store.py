@@ -22,11 +22,12 @@ from kit import until
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import ClosedError, StoreUnavailable, UsageError
-from torch_ros.store import EtcdStore, memory, run
+from torch_ros.memory import store as memory
+from torch_ros.memory.store import MemoryKV, Space
+from torch_ros.store import EtcdStore, run
 from torch_ros.store.distributed import keys as torch_keys
 from torch_ros.store.distributed import once, rendezvous
 from torch_ros.store.distributed import store as torch_store
-from torch_ros.store.memory import MemoryKV, Space
 from torch_ros.store.txn import Put, Read, under
 
 pytestmark = pytest.mark.timeout(60)

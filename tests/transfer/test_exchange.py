@@ -12,7 +12,7 @@ import torch_ros
 from torch_ros.deadline import Deadline
 from torch_ros.errors import DeadlineExceeded, SourceLost
 from torch_ros.features.huge_pages.pages import HugePages
-from torch_ros.p2p.memory import MemoryPeer, MemoryTransport
+from torch_ros.memory.transport import MemoryPeer, MemoryTransport
 from torch_ros.shard.beside import Dropped
 from torch_ros.shard.tensors import Tensors
 from torch_ros.transfer import mailbox as mailbox_module

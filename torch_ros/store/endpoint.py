@@ -9,7 +9,6 @@ from torch_ros import environment
 from torch_ros.errors import REFUSED, StoreUnavailable, UsageError
 from torch_ros.local import etcd as local
 from torch_ros.printable import log_of
-from torch_ros.store import memory
 from torch_ros.store.credentials import Tls, User
 from torch_ros.store.etcd import EtcdKV
 from torch_ros.store.kv import KV
@@ -119,7 +118,9 @@ def _open(endpoint: str, timeout_s: float) -> KV:
     if scheme in {"etcd", "etcds"} and all(map(_is_host, hosts.split(","))):
         return _open_etcd(hosts.split(","), query, is_tls=scheme == "etcds")
     if endpoint.startswith("memory://"):
-        return memory.named(rest)
+        from torch_ros.memory.store import named  # noqa: PLC0415  # nobody else needs it
+
+        return named(rest)
     # What stands before an @, or behind a ?, may be a password.
     found = re.sub(r".*@", "...@", endpoint, flags=re.DOTALL)
     found = re.sub(r"\?.*", "?...", found, flags=re.DOTALL)

@@ -14,8 +14,8 @@ from kit import at_once, inside, until
 
 import torch_ros
 from torch_ros.errors import ClosedError, UsageError
+from torch_ros.memory import store as memory
 from torch_ros.shard import core
-from torch_ros.store import memory
 
 LONG_S = 60.0  # to linger for; tests end earlier
 

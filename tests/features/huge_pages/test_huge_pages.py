@@ -26,7 +26,7 @@ from torch_ros.features.huge_pages.pages import (
     huge_pages_for,
     runs,
 )
-from torch_ros.p2p.memory import MemoryTransport
+from torch_ros.memory.transport import MemoryTransport
 from torch_ros.p2p.near import NearTransport
 from torch_ros.shard.tensors import Tensors
 from torch_ros.spans import Region

@@ -17,9 +17,9 @@ from torch_ros import errors
 from torch_ros.features.installs import installing
 from torch_ros.features.installs.records import NAME, Install, Rejection
 from torch_ros.features.installs.rules import own_key
+from torch_ros.memory.store import MemoryKV
 from torch_ros.protocol import membership
 from torch_ros.protocol.records import ShardRecord, VersionRef
-from torch_ros.store.memory import MemoryKV
 from torch_ros.store.txn import Put, Txn
 
 endpoint = pytest.fixture(kit.store)  # in memory, where nothing else is said

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from torch_ros.features.lending.memory import Closed, LentMemory, Loan, NotLent, NotYet
+from torch_ros.memory.transport import MemoryTransport
 from torch_ros.p2p import near
-from torch_ros.p2p.memory import MemoryTransport
 from torch_ros.p2p.near import NearTransport
 from torch_ros.p2p.voucher import Neighbour, Process, Unproven
 from torch_ros.spans import Region

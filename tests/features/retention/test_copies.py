@@ -10,7 +10,7 @@ from kit import until
 
 from torch_ros.features.retention import host_copies
 from torch_ros.features.retention.host_copies import HostCopy
-from torch_ros.p2p.memory import MemoryTransport
+from torch_ros.memory.transport import MemoryTransport
 from torch_ros.p2p.pages import Pages
 from torch_ros.protocol.records import Kept, VersionRef
 from torch_ros.shard.replication import Replication

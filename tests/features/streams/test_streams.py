@@ -18,7 +18,7 @@ from torch_ros import errors
 from torch_ros.dcp import ROSWriter
 from torch_ros.features.streams import filling
 from torch_ros.features.streams import stream as streams
-from torch_ros.p2p.memory import MemoryTransfer
+from torch_ros.memory.transport import MemoryTransfer
 from torch_ros.shard.tally import tallies
 from torch_ros.store.txn import Read
 from torch_ros.transfer.batches import Preparation
