@@ -20,7 +20,7 @@ import torch
 from harness import Actors, started
 
 from torch_ros import Costs
-from torch_ros.p2p.choose import TransportName, choose_transport
+from torch_ros.face.choose import TransportName, choose_transport
 from torch_ros.p2p.transport import Peer
 from torch_ros.spans import Region
 from torch_ros.weights.staging import StagedCopy, copy_staged

@@ -11,7 +11,7 @@ from peers import settle, status_bytes
 from report import Report, Row
 
 import torch_ros
-from torch_ros.p2p.choose import TransportName
+from torch_ros.face.choose import TransportName
 
 PART = "Memory and CPU of a handle"
 TRANSPORTS: tuple[TransportName, ...] = ("auto", "ucx-tcp")

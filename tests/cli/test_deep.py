@@ -45,7 +45,7 @@ SERVING = """
 import sys, numpy as np
 sys.path[:] = sys.argv[3:]
 from test_deep import BLOCKS, HOST, LAYOUT, MARK
-from torch_ros.p2p.choose import Network, choose_transport
+from torch_ros.face.choose import Network, choose_transport
 from torch_ros.transfer.mailbox import Mailbox, region_of
 boxes = []
 for n in range(int(sys.argv[2])):

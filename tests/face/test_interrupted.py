@@ -45,7 +45,7 @@ class Watch(MetaPathFinder):
             print(threading.current_thread() is threading.main_thread())
 
 sys.meta_path.insert(0, Watch())
-from torch_ros.p2p.choose import choose_transport
+from torch_ros.face.choose import choose_transport
 choose_transport("ucx", replica="r", rank=0, in_process=False, reason="").close()
 """
 

@@ -33,6 +33,7 @@ ARROWS = {  # folder -> what it may import besides itself, the ground and the st
         "copies",
         "features",
         "fleet",
+        "memory",
         "store",
         "protocol",
         "weights",
@@ -85,7 +86,6 @@ LAZY = {  # what a file starts when it is asked to, and does not stand on
     "face/opening.py": ("torch_ros.metrics",),
     "features/fallback/stored.py": ("torch_ros.bucket",),
     "store/endpoint.py": ("torch_ros.memory",),
-    "p2p/choose.py": ("torch_ros.memory",),
 }
 DOORS = {
     "argcomplete": "cli/completing.py",

@@ -15,8 +15,8 @@ from torch_ros.cli.asking import ANSWER_S
 from torch_ros.cli.headway import Headway, Position, summed
 from torch_ros.deadline import Deadline
 from torch_ros.errors import TorchRosError
+from torch_ros.face.choose import Network, choose_transport
 from torch_ros.fleet.fleet import Fleet, Held
-from torch_ros.p2p.choose import Network, choose_transport
 from torch_ros.p2p.transport import Transport
 from torch_ros.protocol.keys import Keys, parse_shard
 from torch_ros.protocol.legible import holdings, readable

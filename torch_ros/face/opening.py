@@ -12,6 +12,7 @@ from torch_ros import arguments, environment
 from torch_ros.costs import Costs
 from torch_ros.deadline import Deadline
 from torch_ros.errors import UsageError
+from torch_ros.face.choose import Network, TransportName, choose_transport
 from torch_ros.face.handle import ShardHandle
 from torch_ros.face.identity import Identity, identify
 from torch_ros.face.models import hint
@@ -33,7 +34,6 @@ from torch_ros.features.seeding.near_first import NearFirst  # feature seeding
 from torch_ros.features.seeding.rules import check_policy, forerunner_of  # feature seeding
 from torch_ros.features.tracing.spans import Spans  # feature tracing
 from torch_ros.fleet.life import Sign, seen_here
-from torch_ros.p2p.choose import Network, TransportName, choose_transport
 from torch_ros.p2p.pages import Pages
 from torch_ros.p2p.transport import Transport
 from torch_ros.printable import log_of

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Literal
 
 from torch_ros import environment
+from torch_ros.memory.transport import MemoryTransport
 from torch_ros.p2p.copying import thread_count
 from torch_ros.p2p.near import NearTransport
 from torch_ros.p2p.room import require_files, require_home
@@ -59,8 +60,6 @@ def choose_transport(
             files, or nothing in HOME.
     """
     if name == "memory" or (name == "auto" and in_process):
-        from torch_ros.memory.transport import MemoryTransport  # noqa: PLC0415  # nor this
-
         log.info("transport: within this process")
         return MemoryTransport()
     require_files()
