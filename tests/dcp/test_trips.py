@@ -22,6 +22,7 @@ FLOORS = {
     "p2p": 1,
     "weights": 1,
     "store": 1,
+    "memory": 1,
 }
 
 
@@ -68,7 +69,8 @@ def test_few_calls_go_up(handles):
     save = calls_up(lambda: dcp.save(state(), storage_writer=ROSWriter(1, handle=trainer)))
     load = calls_up(lambda: dcp.load(state(), storage_reader=ROSReader(1, handle=rollout)))
     assert save.total() <= 2, save  # the call's body, and what sums up its ranks' answers
-    assert load.total() <= 5, load  # as with a save, a fetch; the state dict is filled and vetted
+    # As with a save; a fetch; the state dict is filled and vetted; whether the read is displayed.
+    assert load.total() <= 6, load
 
 
 def test_a_call_up_is_seen(handles):

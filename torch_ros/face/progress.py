@@ -43,6 +43,11 @@ class Bar:
                 self._bar = tqdm(desc=what, unit="B", unit_scale=True, **how)
 
     @property
+    def is_shown(self) -> bool:
+        """Whether anything is shown: else a read does without it."""
+        return self._bar is not None
+
+    @property
     def _is_free(self) -> bool:
         """Whether a write returns at once: a terminal that Ctrl-S has stopped would wait."""
         try:
@@ -100,7 +105,9 @@ def displays(on_progress: OnProgress | None) -> Displays:
     def display(what: str, rank: int) -> Display | None:
         if on_progress is not None:
             return _Told(on_progress)
-        is_first = os.environ.get("LOCAL_RANK", str(rank)) == "0"
-        return Bar(what, delay_s=BAR_AFTER_S) if is_first else None
+        if os.environ.get("LOCAL_RANK", str(rank)) != "0":
+            return None
+        bar = Bar(what, delay_s=BAR_AFTER_S)
+        return bar if bar.is_shown else None
 
     return display
