@@ -308,7 +308,8 @@ class Process:
             on_progress=lambda *_: None,
             **options,
         )
-        self.handle._shard.tensors.registered = self.cluster.registered
+        tensors, known = self.handle._shard.tensors, self.cluster.registered
+        tensors.registered, tensors._places = known, [each.data_ptr() for each in known.memory]
 
 
 class Cluster:

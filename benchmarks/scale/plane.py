@@ -247,8 +247,8 @@ class Reading:
         self._cluster, self._process = cluster, process
         self.peers = Peers(cluster, process)
 
-    def plan(self, sources: Sequence[Layout], target: Layout, rank: int, costs: Costs) -> Plan:
-        return Plan(self._cluster.registered.bytes_total)
+    def supply(self, feed: Feed, target: Layout, rank: int) -> Supply:
+        return Supply(cast(Any, Plan(self._cluster.registered.bytes_total)), feed)
 
     def read(
         self,

@@ -24,6 +24,7 @@ FOLDERS = (
     "features",
     "fleet",
     "local",
+    "memory",
     "p2p",
     "protocol",
     "shard",
