@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+import re
 from hashlib import blake2b
 
 import msgspec
@@ -9,8 +10,9 @@ from msgspec.structs import NODEFAULT
 
 from torch_ros.protocol.schema import SCHEMA
 
-FOLDERS = ("protocol", "weights", "p2p", "transfer", "features")  # a bucket's files have their own
-FORMATS = {3: "0e0a9d24f1c77da2", 4: "de42261ff0e2bcf8"}
+# A bucket's files have formats of their own.
+FOLDERS = ("protocol", "weights", "codec", "p2p", "transfer", "features")
+FORMATS = {3: "0e0a9d24f1c77da2", 4: "064be31b49e6a649"}
 """The digest of all classes that processes write for each other, by the format's number.
 
 A change of one of them takes a line with the next number, and `SCHEMA` is set to it. A number may
@@ -44,7 +46,7 @@ def described(one):
     for field in msgspec.structs.fields(one):
         default = "" if field.default is NODEFAULT else repr(field.default)
         rows.append(f"{field.encode_name}: {field.type} = {default}{field.required}")
-    return "\n".join(rows)
+    return re.sub(r"torch_ros\.[\w.]*\.", "", "\n".join(rows))  # a class may move
 
 
 def digest():

@@ -23,7 +23,7 @@ ARROWS = {  # folder -> what it may import besides itself, the ground and the st
     "store/distributed": {"local", "store", "torch"},
     "protocol": {"store", "msgspec"},
     "weights": {"torch", "numpy", "msgspec"},
-    "codec": {"weights", "torch", "numpy"},
+    "codec": {"weights", "torch", "numpy", "msgspec"},
     "p2p": {"numpy", "msgspec"},
     "transfer": {"weights", "p2p", "torch", "numpy", "msgspec"},
     "shard": {"store", "protocol", "weights", "p2p", "transfer", "torch"},

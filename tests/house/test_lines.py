@@ -3,7 +3,7 @@
 from lines import counts
 
 CORE_MAX = 22_050  # lowered with each feature that leaves it; 21,000 is the aim
-FEATURE_MAX = 1_400
+FEATURE_MAX = 1_200
 
 
 def test_the_core_and_each_feature_are_small_enough():

@@ -33,12 +33,12 @@ from story import short
 from wires import LOOK_S, Wire
 
 from torch_ros import deadline, face, features, protocol, shard, transfer
+from torch_ros.codec.table import TABLE_BYTES
 from torch_ros.costs import NIXL_COSTS
 from torch_ros.deadline import Deadline
 from torch_ros.face.identity import Identity
 from torch_ros.features.deltas import reading as delta_reading
 from torch_ros.features.deltas.making import _Making
-from torch_ros.features.deltas.table import TABLE_BYTES
 from torch_ros.features.lending import memory
 from torch_ros.features.lending.memory import LentMemory, Loan
 from torch_ros.features.pace import rates

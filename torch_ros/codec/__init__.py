@@ -1,1 +1,1 @@
-"""The changes between two contents, as arrays. Knows no versions and no places they lie in."""
+"""The changes between two contents, as arrays, and the table by which a publisher shows them."""

@@ -19,8 +19,7 @@ from scenes import Scene
 from world import few_change
 
 from torch_ros.codec.delta import Delta
-from torch_ros.features.deltas import reading as delta_reading
-from torch_ros.features.deltas.table import (
+from torch_ros.codec.table import (
     NAME,
     TABLE_BYTES,
     DeltaEntry,
@@ -29,6 +28,7 @@ from torch_ros.features.deltas.table import (
     digest_of,
     padded,
 )
+from torch_ros.features.deltas import reading as delta_reading
 from torch_ros.shard.checkpoint import SaveRequest
 from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.local import LocalChunk, LocalTensor

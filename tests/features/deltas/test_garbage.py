@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import torch_ros
+from torch_ros.codec.table import TABLE_BYTES, digest_of
 from torch_ros.errors import CorruptWeights, SourceLost
 from torch_ros.features.deltas.making import Ring
-from torch_ros.features.deltas.table import TABLE_BYTES, digest_of
 
 TIMES = int(os.environ.get("TORCH_ROS_FUZZ", "1"))
 FAR = torch_ros.Costs(read_bytes_per_s=1e6)  # deltas are taken, but nobody waits long for one

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from kit import inside, memory, until
 
 from torch_ros.codec.delta import SEGMENT, apply, pieces
+from torch_ros.codec.table import TABLE_BYTES, DeltaEntry, DeltaHead, DeltaTable
 from torch_ros.copies import buffers as copy_buffers
 from torch_ros.dcp import ROSWriter
 from torch_ros.errors import UsageError, VersionConflict
 from torch_ros.features.deltas import making as deltas
 from torch_ros.features.deltas.making import CopyDeltas, Ring
-from torch_ros.features.deltas.table import TABLE_BYTES, DeltaEntry, DeltaHead, DeltaTable
 from torch_ros.metrics import HandleCollector
 from torch_ros.weights.local import build, local_chunks
 

@@ -7,9 +7,9 @@ from typing import Self
 import torch
 
 from torch_ros import arguments
+from torch_ros.codec.table import ENTRIES_MAX, NAME, TABLE_BYTES
 from torch_ros.errors import UsageError
 from torch_ros.features.deltas.making import CopyDeltas, PlannedDelta, PublishedCopy
-from torch_ros.features.deltas.table import ENTRIES_MAX, NAME, TABLE_BYTES
 from torch_ros.transfer.attending import Attendant
 from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.manifest import Depth

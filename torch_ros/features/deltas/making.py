@@ -17,13 +17,13 @@ import torch
 
 from torch_ros.allocation import allocating
 from torch_ros.codec.delta import Changed, compare, encode
-from torch_ros.features.deltas.side_room import padded
-from torch_ros.features.deltas.table import (
+from torch_ros.codec.table import (
     TABLE_BYTES,
     DeltaEntry,
     DeltaHead,
     DeltaTable,
     digest_of,
+    padded,
 )
 from torch_ros.p2p.lasting import LastingMemory
 from torch_ros.printable import log_of

@@ -14,12 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from torch_ros.codec.delta import Delta, Piece, apply, pieces
-from torch_ros.costs import Costs
-from torch_ros.deadline import Deadline
-from torch_ros.errors import CorruptDelta
-from torch_ros.features.deltas.rules import DeltaWork, Extent, are_faster, reaches, wait_s
-from torch_ros.features.deltas.side_room import SideRead, SideRoom, SourceSpan
-from torch_ros.features.deltas.table import (
+from torch_ros.codec.table import (
     NAME,
     TABLE_BYTES,
     Chain,
@@ -27,6 +22,11 @@ from torch_ros.features.deltas.table import (
     DeltaHead,
     DeltaTable,
 )
+from torch_ros.costs import Costs
+from torch_ros.deadline import Deadline
+from torch_ros.errors import CorruptDelta
+from torch_ros.features.deltas.rules import DeltaWork, Extent, are_faster, reaches, wait_s
+from torch_ros.features.deltas.side_room import SideRead, SideRoom, SourceSpan
 from torch_ros.printable import log_of
 from torch_ros.transfer.feed import TORN_S, Supply
 from torch_ros.transfer.registered import LocalState

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from torch_ros.allocation import allocating
+from torch_ros.codec.table import ALIGNMENT_BYTES, padded
 from torch_ros.deadline import Deadline
 from torch_ros.errors import TransferFailed
 from torch_ros.p2p.pages import Pages
@@ -25,15 +26,12 @@ from torch_ros.transfer.peers import Peers
 from torch_ros.transfer.posting import FLIGHT, TRANSFER_BYTES, Watcher, close_all, perform
 from torch_ros.transfer.reading import ReadingRoom
 from torch_ros.transfer.stall import SILENCE_S
-from torch_ros.weights.columns import Ints
 from torch_ros.weights.manifest import Manifest
 
-ALIGNMENT_BYTES = 16  # of the widest element: what lands is aligned as it was
 FLYING = 16  # transfers at a time: they are short, and of many ranks
 SLOW_BYTES_PER_S = 20e6  # at which what is in flight may come before a source counts as silent
 
 Bytes = npt.NDArray[np.uint8]
-Size = TypeVar("Size", int, Ints)
 
 
 class SourceSpan(NamedTuple):
@@ -176,11 +174,6 @@ class SideRead:
         except BaseException:
             self._room.forget()
             raise
-
-
-def padded(size_bytes: Size) -> Size:
-    """The room that an array takes, or each of many."""
-    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _joined(places: Sequence[SourceSpan]) -> tuple[list[SourceSpan], list[tuple[int, int]]]:

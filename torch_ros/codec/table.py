@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Annotated, NamedTuple, Self
+from typing import Annotated, NamedTuple, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -26,12 +26,12 @@ from torch_ros.codec.delta import (
     require_index,
 )
 from torch_ros.errors import CorruptDelta
-from torch_ros.features.deltas.side_room import ALIGNMENT_BYTES, padded
 from torch_ros.weights.columns import Ints
 from torch_ros.weights.manifest import OBJECT, Layout, item_bytes
 
 NAME = "deltas"  # of the table's place in a manifest
 TABLE_BYTES = 4096
+ALIGNMENT_BYTES = 16  # of the widest element: what lands is aligned as it was
 ENTRIES_MAX = 16  # below 130 bytes each, with uids as they are
 
 _LENGTH_BYTES, _DIGEST_BYTES = 8, 16
@@ -39,9 +39,16 @@ _START = _LENGTH_BYTES + _DIGEST_BYTES
 _ROW_BYTES = 16  # of an index
 _GAP_TYPES = {1: np.uint8, 2: np.uint16}
 
+Size = TypeVar("Size", int, Ints)
+
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 _Padded = Annotated[int, msgspec.Meta(ge=0, le=2**62, multiple_of=ALIGNMENT_BYTES)]
 _Digest = Annotated[bytes, msgspec.Meta(min_length=_DIGEST_BYTES, max_length=_DIGEST_BYTES)]
+
+
+def padded(size_bytes: Size) -> Size:
+    """The room that an array takes, or each of many."""
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class DeltaEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_ros.codec.delta import SEGMENT, Delta
-from torch_ros.errors import CorruptDelta
-from torch_ros.features.deltas.table import (
+from torch_ros.codec.table import (
     ALIGNMENT_BYTES,
     ENTRIES_MAX,
     TABLE_BYTES,
@@ -23,6 +22,7 @@ from torch_ros.features.deltas.table import (
     digest_of,
     padded,
 )
+from torch_ros.errors import CorruptDelta
 from torch_ros.weights.local import WORDS, build, local_chunks
 from torch_ros.weights.manifest import ChunkRecord, Layout, TensorRecord
 
