@@ -49,7 +49,7 @@ def link(monkeypatch):
 
     def fetched(self, claimed, meter, sources):
         while self._shard.group.seat.spot and not is_open.wait(0.01):
-            self._deadline.check("the link is down")
+            self.deadline.check("the link is down")
         fetch(self, claimed, meter, sources)
 
     monkeypatch.setattr(Replication, "_fetch", fetched)
