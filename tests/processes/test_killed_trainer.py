@@ -101,7 +101,7 @@ def kill(monkeypatch):
     Its bytes have landed in place, and nobody has said yet that they count; or they do, and of
     those that the engine loads itself the first is loaded.
     """
-    left, end = [], ReadPass._end
+    left, end = [], ReadPass._count_if_served
 
     def strike():
         while left:
@@ -119,7 +119,7 @@ def kill(monkeypatch):
         if engine.staged:
             engine.loading = strike
         else:
-            monkeypatch.setattr(ReadPass, "_end", ended)
+            monkeypatch.setattr(ReadPass, "_count_if_served", ended)
 
     yield arm
     assert not left, "nobody was killed"

@@ -475,7 +475,7 @@ def _(claim_of, *args, **kwargs):
     return tuple(filter(without(Empty), guards)), put
 
 
-fault("birth order does not predict", "_predicted", scenario="burst")(
+fault("birth order does not predict", "_first_choice", scenario="burst")(
     lambda rule: (
         lambda view, seat, ref, candidates, **_: sources.best_of(
             candidates, sources.suspects(view, seat.keys)
@@ -609,7 +609,7 @@ answers("a failed call leaves its reader records", "calls:withdraw", value=Done(
 # Bytes, and the word that says whether they count
 
 
-@fault("the word is not asked for after the bytes have landed", "ReadPass._end")
+@fault("the word is not asked for after the bytes have landed", "ReadPass._count_if_served")
 def _(end):
     return lambda self, batches: end(self, unasked(batches))
 
@@ -620,7 +620,7 @@ def unasked(batches):
 
 @fault(
     "of batches that end together only the ranks of the first are asked",
-    "ReadPass._end",
+    "ReadPass._count_if_served",
     scenario="end together",
 )
 def _(end):
@@ -629,7 +629,7 @@ def _(end):
 
 @instead(
     "of several sources only the first is asked for its word",
-    "ReadPass._end",
+    "ReadPass._count_if_served",
     scenario="second source",
 )
 def _(end, self, batches):
@@ -638,7 +638,7 @@ def _(end, self, batches):
 
 @instead(
     "the word is asked for before staged bytes have landed",
-    "ReadPass._end",
+    "ReadPass._count_if_served",
     scenario="staged landing",
 )
 def _(end, self, batches):

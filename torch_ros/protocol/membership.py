@@ -140,11 +140,7 @@ def create_group(view: View, who: Applicant) -> Step[GroupMade]:
     seats = who.keys.shards(k.instance(who.replica, who.nonce))
     if any(view.within(seats)):
         return Done(GroupMade.NO)
-    if who.run_number:
-        assert who.run is not None
-        run, (run_ops, run_guards) = who.run, restored_run(view, who, who.run, who.run_number)
-    else:
-        run, run_ops, run_guards = choose_run(view, who)
+    run, run_ops, run_guards = _run_of(view, who)
     group = GroupRecord(
         who.nonce,
         who.world_size,
@@ -168,6 +164,14 @@ def create_group(view: View, who: Applicant) -> Step[GroupMade]:
     is_living = old is not None and old.left is None and old.refusal is None
     made = GroupMade.REPLACES if is_living and not who.left_behind else GroupMade.YES
     return Act(Txn(guards, tuple(ops)), lambda _: made)
+
+
+def _run_of(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard, ...]]:
+    """The run that the group had before the store was wiped, or else the one to publish in."""
+    if not who.run_number:
+        return choose_run(view, who)
+    assert who.run is not None
+    return who.run, *restored_run(view, who, who.run, who.run_number)
 
 
 def _is_of_peers(group: GroupRecord, who: Applicant) -> bool:
@@ -277,10 +281,7 @@ def adopted(shards: Sequence[ShardRecord]) -> tuple[list[Call], Kept | None]:
 
     docs/PROTOCOL.md#coming-back says why these ends and this holding are right.
     """
-    calls: dict[int, Call] = {}
-    for call in (call for shard in shards for call in shard.ended):
-        if call.number not in calls or not calls[call.number].has_ended_well:
-            calls[call.number] = call
+    calls = _ends_of(shards)
     ended = [calls[n] for n in sorted(calls)][-CALLS_KEPT:]
     last = max((n for n, call in calls.items() if _changed_holding(call)), default=0)
     knowing = [
@@ -292,15 +293,25 @@ def adopted(shards: Sequence[ShardRecord]) -> tuple[list[Call], Kept | None]:
     if kept is None:
         return ended, None
     agree = all(
-        kept.is_as(shard.kept)
-        or (
-            shard not in knowing
-            and shard.pending == kept.call
-            and (shard.ready is None or shard.ready.ref == kept.ref)
-        )
+        kept.is_as(shard.kept) or (shard not in knowing and _waits_for_end_of(shard, kept))
         for shard in shards
     )
     return ended, kept if agree else None
+
+
+def _ends_of(shards: Sequence[ShardRecord]) -> dict[int, Call]:
+    """The calls that ended, by number: as one that was told a good end of it knows it, if any."""
+    calls: dict[int, Call] = {}
+    for call in (call for shard in shards for call in shard.ended):
+        if call.number not in calls or not calls[call.number].has_ended_well:
+            calls[call.number] = call
+    return calls
+
+
+def _waits_for_end_of(shard: ShardRecord, kept: Kept) -> bool:
+    """Whether this rank was in the call that brought `kept`, and was not told its good end."""
+    is_of_it = shard.ready is None or shard.ready.ref == kept.ref
+    return shard.pending == kept.call and is_of_it
 
 
 def adopted_values(shards: Sequence[ShardRecord]) -> dict[str, msgspec.Raw]:

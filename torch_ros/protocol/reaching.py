@@ -12,7 +12,7 @@ import msgspec
 from torch_ros.deadline import Deadline
 from torch_ros.errors import DeadlineExceeded, SourceLost, StoreUnavailable, TorchRosError
 from torch_ros.printable import log_of
-from torch_ros.protocol import calls, elsewhere, sources
+from torch_ros.protocol import calls, lost_source, sources
 from torch_ros.protocol.call import CLEAN_UP_S, GroupCall
 from torch_ros.protocol.keys import inst_at, replica_of
 from torch_ros.protocol.records import Call, Suspect, VersionRef
@@ -75,10 +75,10 @@ class Sources:
 
     def is_there(self, source: Source) -> bool:
         """Whether a source that makes no progress may still make some."""
-        ranges = (*self.seat.own, *elsewhere.there_ranges(self.seat, self.ref, source))
+        ranges = (*self.seat.own, *lost_source.there_ranges(self.seat, self.ref, source))
 
         def rule(view: View) -> Done[bool]:
-            return Done(elsewhere.still_offers(view, self.seat, self.still(view), source))
+            return Done(lost_source.still_offers(view, self.seat, self.still(view), source))
 
         return self.glance(ranges, rule, unknown=True)
 
@@ -87,7 +87,9 @@ class Sources:
 
         def rule(view: View) -> Step[bool]:
             others = self.candidates(view)
-            is_left = elsewhere.is_to_be_left(view, self.seat, source, self.tried, silent_s, others)
+            is_left = lost_source.is_to_be_left(
+                view, self.seat, source, self.tried, silent_s, others
+            )
             if not (is_left or sources.shows_whole(view, self.seat, self.ref)):
                 raise Unseen  # far ones may be there, or full ones behind the youngest, which fill
             return Done(is_left)
@@ -99,7 +101,9 @@ class Sources:
 
         def rule(view: View) -> Done[str]:
             found, tried = self.candidates(view), self.tried
-            return Done(elsewhere.choose_again(view, self.seat, self.ref, found, tried, self.best))
+            return Done(
+                lost_source.choose_again(view, self.seat, self.ref, found, tried, self.best)
+            )
 
         place = self.ask(self.ranges, rule, self.deadline)
         if not place:

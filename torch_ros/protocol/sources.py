@@ -153,7 +153,7 @@ def claim(
     eligible = eligible_of(view, seat, ref, candidates, dict.fromkeys(avoided, 1))
     is_leaf = before == EVER
     insts = [] if is_leaf else _idle(view, seat, ref, eligible, sources_max)
-    insts = insts or [_predicted(view, seat, ref, eligible, is_leaf=is_leaf)]
+    insts = insts or [_first_choice(view, seat, ref, eligible, is_leaf=is_leaf)]
     places = [k.place(eligible[inst].holding.datacenter, inst) for inst in insts]
     guards = _still_alone(view, seat, ref) if len(insts) > 1 else []
     ops: list[Op] = []
@@ -301,22 +301,37 @@ def candidates_of(
     found = _known(view, seat, ref, holdings, before, lost)
     if shows_whole(view, seat, ref):
         return found
+    _require_neighbours_seen(view, seat, ref, before, holdings, is_empty=not found)
+    return found
+
+
+def _require_neighbours_seen(
+    view: View,
+    seat: Seat,
+    ref: VersionRef,
+    before: int,
+    holdings: Mapping[str, tuple[Holding, Entry]],
+    *,
+    is_empty: bool,
+) -> None:
+    """Among many: the next older holdings and the oldest, and who reads from them.
+
+    Raises: Unseen: The view lacks some; or nobody was found in it.
+    """
     there = seat.keys.holdings_in(ref.run, ref.version, seat.datacenter)
     newest, oldest = _neighbours(there)
     older_ones = newest if before == EVER else Sample(there, NEIGHBOURS, before=before)
-    samples = (older_ones, oldest)
     here = (inst for inst, (held, _) in holdings.items() if not distance(held.datacenter, seat))
     by_age = sorted(here, key=lambda inst: holdings[inst][1].create_rev)
     older = [inst for inst in by_age if holdings[inst][1].create_rev < before]
-    near = sorted({*older[-NEIGHBOURS:], *by_age[:NEIGHBOURS]})
+    near = {*older[-NEIGHBOURS:], *by_age[:NEIGHBOURS]}
+    readers = [seat.keys.readers_of(ref.run, ref.version, inst) for inst in sorted(near)]
     # Where nobody is younger, the newest are those before this one.
     is_youngest = by_age[-1:] == [seat.inst]
-    seen_before = samples[0] in view.asked or (is_youngest and newest in view.asked)
-    readers = [seat.keys.readers_of(ref.run, ref.version, inst) for inst in near]
-    is_seen = seen_before and oldest in view.asked
-    if not found or not is_seen or not all(map(view.shows, readers)):
-        raise Unseen(*samples, *readers)
-    return found
+    has_older = older_ones in view.asked or (is_youngest and newest in view.asked)
+    has_all = has_older and oldest in view.asked and all(map(view.shows, readers))
+    if is_empty or not has_all:
+        raise Unseen(older_ones, oldest, *readers)
 
 
 def _known(
@@ -401,7 +416,7 @@ def _depth(inst: str, sources: Mapping[str, str]) -> int:
     return depth
 
 
-def _predicted(
+def _first_choice(
     view: View,
     seat: Seat,
     ref: VersionRef,
@@ -426,14 +441,14 @@ def _predicted(
 def _by_count(
     view: View, seat: Seat, ref: VersionRef, candidates: Mapping[str, Candidate]
 ) -> str | None:
-    """The k-th free candidate, if this is the k-th that is looking for one."""
+    """The k-th free candidate, if k - 1 older newcomers look for one: each takes another."""
     own = view.get(seat.holding(ref))
     assert own is not None
     reads = view.within(seat.keys.readers_for(ref.run, ref.version))
     has_source = {reader for _, (_, reader, _), _ in keyed(reads, k.parse_reader)}
     first = _seed_birth(candidates)  # the seed takes none of these
     is_far = any(found.distance for found in candidates.values())
-    before = sum(
+    older_newcomers = sum(
         first < entry.create_rev < own.create_rev
         and is_relaying(holding)  # a leaf takes no place
         and inst not in has_source
@@ -448,7 +463,7 @@ def _by_count(
             candidates[inst].entry.create_rev,
         )
     )
-    return free[before] if before < len(free) else None
+    return free[older_newcomers] if older_newcomers < len(free) else None
 
 
 def _seed_birth(candidates: Mapping[str, Candidate]) -> int:
@@ -463,6 +478,7 @@ def _by_place(
 ) -> str | None:
     """The h-th of those that are older than this replica, from the next one on, if h are full.
 
+    From h full ones come h chains, which take turns by age: who is h older stands in the same one.
     That takes no look at who has found a source already, which among many is a lot to read.
     """
     own = view.get(seat.holding(ref))
@@ -470,8 +486,8 @@ def _by_place(
     heads = sum(found.holding.state == "full" for found in candidates.values())
     older = [i for i, found in candidates.items() if found.entry.create_rev < own.create_rev]
     older.sort(key=lambda inst: candidates[inst].entry.create_rev, reverse=True)
-    turn = max(0, min(heads, NEIGHBOURS) - 1)
-    return next((i for i in (*older[turn:], *older[:turn]) if not candidates[i].readers), None)
+    back = max(0, min(heads, NEIGHBOURS) - 1)
+    return next((i for i in (*older[back:], *older[:back]) if not candidates[i].readers), None)
 
 
 def suspects(view: View, keys: Keys) -> set[str]:

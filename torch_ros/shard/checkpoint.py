@@ -21,7 +21,7 @@ from torch_ros.shard.collective import collectively
 from torch_ros.shard.core import Shard
 from torch_ros.shard.finding import PinnedVersion, find
 from torch_ros.shard.publishing import Content, publish
-from torch_ros.shard.replication import Replication, Target, read_version
+from torch_ros.shard.replication import Replication, Target, read_and_heal
 from torch_ros.shard.report import ReadReport
 from torch_ros.shard.tensors import Brought
 from torch_ros.shard.verification import Verification
@@ -383,7 +383,7 @@ class Load(Target):
         spec, keeps = Spec.parse(request.version), False
         try:
             read = Replication(shard, spec, self, self._deadline, terms)
-            read_version(shard, asked, read)
+            read_and_heal(shard, asked, read)
             keeps = request.keeps
             return read.report
         finally:

@@ -110,7 +110,7 @@ def replicate(shard: Shard, spec: Spec, target: Target, deadline: Deadline) -> V
     or_in = supplier.called if supplier is not None and spec.may_miss else ""
     asked = Asked("replicate", version, floor=floor, if_there=spec.may_miss, or_in=or_in)
     read = Replication(shard, spec, target, deadline)
-    ref = read_version(shard, asked, read)
+    ref = read_and_heal(shard, asked, read)
     if ref is None and read.has_begun:
         reason = "it went while it was read; the tensors' content is undefined, and nothing is held"
         raise VersionNotFound(shard.model, f"{spec}", reason)
@@ -119,7 +119,7 @@ def replicate(shard: Shard, spec: Spec, target: Target, deadline: Deadline) -> V
     return ref
 
 
-def read_version(shard: Shard, asked: Asked, read: "Replication") -> VersionRef | None:
+def read_and_heal(shard: Shard, asked: Asked, read: "Replication") -> VersionRef | None:
     """Read a version; once more after CorruptWeights, preferring other sources.
 
     Before that, in full from the same ones, if a part was made of what was there, which may have
@@ -271,11 +271,11 @@ class Replication:
         self.progress = supplier.fill(call, meter)
 
     def _read_from_sources(self, call: GroupCall, meter: Meter) -> None:
-        claimed, before = ClaimedSources(call), _lost_sources(call)
+        claimed, before = ClaimedSources(call), _count_lost(call)
         try:
             claimed.read(call.decided.sources, partial(self._fetch, claimed, meter))
         finally:
-            self._shard.observed.tally.reroutes += _lost_sources(call) - before
+            self._shard.observed.tally.reroutes += _count_lost(call) - before
 
     def start(self, ref: VersionRef) -> None:
         """Begin with another version than before: nothing of it is here."""
@@ -386,7 +386,7 @@ class Replication:
         self.report = report = ReadReport(
             call.ref.version,
             self.source,
-            _lost_sources(call),
+            _count_lost(call),
             progress.target.bytes_total,
             progress.bytes_read,
             watch.elapsed_s,
@@ -412,5 +412,5 @@ class Replication:
             )
 
 
-def _lost_sources(call: GroupCall) -> int:
+def _count_lost(call: GroupCall) -> int:
     return call.turns.get("lost source", 0)

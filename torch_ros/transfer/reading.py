@@ -259,7 +259,7 @@ class ReadPass(Watcher):
                 waiting = []
                 while not self._sources[batch.supply].has(batch.needs):
                     self.blocked()
-                self._end([batch])
+                self._count_if_served([batch])
         self._post(waiting)
 
     def lost(self, error: TransferFailed) -> SourceLost:
@@ -289,7 +289,7 @@ class ReadPass(Watcher):
             if not self._left[batch]:
                 ended.append(batch)
         for supply in sorted({batch.supply for batch in ended}):
-            self._end([batch for batch in ended if batch.supply == supply])
+            self._count_if_served([batch for batch in ended if batch.supply == supply])
         self._judge.landed(self._batch_of[transfers[-1]])
 
     def blocked(self) -> None:
@@ -309,7 +309,7 @@ class ReadPass(Watcher):
             else:
                 source.silence.reset()
 
-    def _end(self, batches: Sequence[Batch]) -> None:
+    def _count_if_served(self, batches: Sequence[Batch]) -> None:
         """Read the staged parts of batches of one source; count them if they count.
 
         All their other bytes have landed.

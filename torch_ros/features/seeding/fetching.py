@@ -8,13 +8,13 @@ from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.records import Asked, VersionRef
 from torch_ros.protocol.versions import Spec
 from torch_ros.shard.core import Shard
-from torch_ros.shard.replication import Replication, Target, read_version
+from torch_ros.shard.replication import Replication, Target, read_and_heal
 
 
 def fetch_version(shard: Shard, wanted: VersionRef, asked: Asked, deadline: Deadline) -> bool:
     """Read it into a forerunner, unless it is in its datacenter already, or coming."""
     fetching = Fetching(shard, Spec.at_hand(wanted), Target(shard), deadline)
-    return read_version(shard, asked, fetching) is not None
+    return read_and_heal(shard, asked, fetching) is not None
 
 
 class Fetching(Replication):
