@@ -374,6 +374,7 @@ def test_a_source_that_is_lost_before_a_byte_does_not_hide_what_had_come(store):
 
     lost = attempt(partial(replicate, rollout, 1, pause=lose, timeout_s=20))
     assert "700 of 1000 bytes" in str(lost)
+    assert lost.args[2:] == (700, 1000), "peers are told by these"
     assert "bytes" not in str(SourceLost("trainer", "it does not show the version", 0, 0))
 
 

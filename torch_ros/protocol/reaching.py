@@ -204,6 +204,7 @@ class ClaimedSources(Sources):
         self.is_displaced = lost.is_orderly
         self._come = max(self._come, (lost.bytes_done, lost.bytes_total))
         lost.bytes_done, lost.bytes_total = self._come
+        lost.args = (lost.replica, lost.what, *self._come)  # which peers are told
         places = [lost.place] if isinstance(lost, Left) else super().go_on(left, gone, lost)
         self.call.begins_again("lost source", f"{lost.replica}: {lost.what}")
         return places

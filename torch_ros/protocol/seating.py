@@ -272,7 +272,7 @@ class Seating:
         while not self.ledger.is_closed:
             try:
                 start()
-            except RuntimeError:
+            except (RuntimeError, MemoryError):
                 self.pause()
             else:
                 return

@@ -304,8 +304,8 @@ class Shard:
         held, counted = self.held, counted or self.group.ledger.not_waited_for
         for feature in self.features:
             feature.unpublishes()
-            if may_forget:
-                feature.gives_up()
+        for feature in self.features if may_forget else ():
+            feature.gives_up()
         try:
             self.catch_up(deadline, Patience(is_unpublish=may_forget))
             if (held := self.held or counted) is None:

@@ -52,7 +52,7 @@ class Tensors:
                 copy_bits(registered.objects[fqn], pickled)
         if registered is self.registered:
             return registered
-        before, self.brought = self._mailbox.regions, None
+        before, self.brought, places = self._mailbox.regions, None, _places(registered)
         try:
             self._mailbox.show(
                 registered.layout, registered.addresses, registered.devices, registered.regions
@@ -60,7 +60,7 @@ class Tensors:
         except BaseException:
             self.hide()
             raise
-        self.registered, self.is_copy, self._places = registered, is_copy, _places(registered)
+        self.registered, self.is_copy, self._places = registered, is_copy, places
         for feature in self._features:
             feature.lets_go()
         self._named = registered.named or self._named
