@@ -344,8 +344,8 @@ def test_a_member_that_is_removed_is_left_within_a_request(kv, etcd_cluster, etc
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wait, kv, rev)
         # For its first seconds a cluster refuses that.
-        asked = [*ctl, "remove", identity]
-        until(lambda: subprocess.run(asked, capture_output=True).returncode == 0)
+        remove = [*ctl, "remove", identity]
+        until(lambda: subprocess.run(remove, capture_output=True).returncode == 0)
         until(lambda: is_answering(kv), limit_s=REQUEST_TIMEOUT_S)
         put(kv)
         assert waiting.result(timeout=20)
