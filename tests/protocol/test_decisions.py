@@ -27,7 +27,7 @@ def test_calls_that_all_ranks_have_made_are_forgotten(ranks):
         at_once(*(lambda t=trainer, v=version: t.publish(v) for trainer in trainers))
         calls, value = record_of(trainers[0])
         assert len(calls) <= KNOWN_KEPT
-        assert len(value) < 320 * KNOWN_KEPT
+        assert len(value) < 400 * KNOWN_KEPT  # with the ids of a trace, where one is made
         at_once(*(trainer.unpublish for trainer in trainers))
     assert calls[-1].number == 2 * version - 1
     assert calls[-1].outcome.is_source
