@@ -21,7 +21,7 @@ EMBED, NORM = "model.embed_tokens.weight", "model.norm.weight"
 
 
 def follower():
-    """What this process follows with; None: nothing."""
+    """The follower of this process; None: it has none."""
     return sglang._follower
 
 

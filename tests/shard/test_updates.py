@@ -1,4 +1,4 @@
-"""What is not there for a replicate, and what an update reads for it."""
+"""A version that is not there for a replicate, and the one that an update reads for it."""
 
 import threading
 

@@ -343,7 +343,7 @@ class GroupCall(Attempt):
         self._finish(self.settle(ranges, rule))
 
     def _say(self, answer: Ready) -> Outcome | Said:
-        """What all ranks have said, if this one is ready last; else how the call has ended."""
+        """The answers of all ranks, if this one is ready last; else how the call has ended."""
         seat, call, value = self.seat, self.decided, answer.value
         if call.ref is not None and call.kind != "agree":  # which changes nothing of it
             self.may_end_well(call, value, self._ledger.end_of(value).said)

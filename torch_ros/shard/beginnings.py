@@ -61,7 +61,7 @@ class Beginning:
         return f"'{self.asked}' failed on this rank before its data were asked for"
 
     def must_look(self, inst: str, now_s: float) -> bool:
-        """Whether to say that it has begun, or to ask again, ever more seldom, whether all have."""
+        """Whether to say that it has begun, or to ask, more and more rarely, whether all have."""
         pause_s = min(LOOK_MAX_S, max(LOOK_S, (now_s - self.left_s) / 8))
         is_waiting = self.state == "begun" and self.all_s is None
         return self.told != inst or (is_waiting and now_s >= self.looked_s + pause_s)

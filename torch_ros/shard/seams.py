@@ -144,10 +144,10 @@ class Feature:
         """
 
     def offers(self) -> None:
-        """What is registered is a version from now on."""
+        """The registered tensors are a version from now on."""
 
     def lets_go(self) -> None:
-        """What was registered is not any more; keep none of its memory."""
+        """The tensors that were registered are not any more; keep none of their memory."""
 
     def gives_up(self) -> None:
         """The held version is given up, or let go of, and nothing is read into it."""

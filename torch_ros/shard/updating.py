@@ -96,7 +96,7 @@ class Search:
         """A look begins; another one, if the seat was lost meanwhile."""
 
     def step(self, view: View, seat: Seat, end: End[T]) -> Step[T]:
-        """What to do upon this view: `end` with what is found, or to wait first. Pure."""
+        """The step upon this view: `end` with what is found, or wait first. Pure."""
         return end(self.policy.next_version(view, seat, self.spec, self.held))
 
     def objection(self) -> str:

@@ -33,7 +33,7 @@ def next_line_s(after_s: float) -> float:
 
 
 class Reminder:
-    """When something that lasts is worth a line in the log: ever more seldom.
+    """When something that lasts is worth a line in the log: more and more rarely.
 
     Args:
         first_s: How long it lasts before it is worth the first one.

@@ -98,7 +98,7 @@ class LocalState:
 
     @property
     def memory(self) -> Sequence[torch.Tensor]:
-        """That of each chunk of the layout."""
+        """The memory of each chunk of the layout."""
         return self._built[1]
 
     @cached_property

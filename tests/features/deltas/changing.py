@@ -40,7 +40,7 @@ def write_astray(found, tensors):
 
 
 def copies(trainer):
-    """What makes its deltas."""
+    """The maker of its deltas."""
     return trainer._deltas.copies
 
 

@@ -1,4 +1,4 @@
-"""What tests of several features ask about copies in host memory."""
+"""Questions of several features' tests about copies in host memory."""
 
 from kit import feature
 

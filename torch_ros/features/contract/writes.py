@@ -17,7 +17,7 @@ _impl = attrgetter("_cdata")  # where torch has what it knows of a tensor, its c
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """What was found of a tensor that was written to, or whose memory was freed for others.
+    """A finding: a tensor was written to, or its memory was freed for others.
 
     Attributes:
         is_certain: The write was to this very memory. It may not be: a DTensor and its local tensor

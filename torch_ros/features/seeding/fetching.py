@@ -18,7 +18,7 @@ def fetch_version(shard: Shard, wanted: VersionRef, asked: Asked, deadline: Dead
 
 
 class Fetching(Replication):
-    """Of one version, unless that is in its datacenter already, or coming."""
+    """A read of one version, unless that is in its datacenter already, or coming."""
 
     def decide(self, call: GroupCall) -> None:
         assert self.spec.only is not None

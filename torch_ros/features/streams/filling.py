@@ -227,7 +227,7 @@ class Filling:
         self._sources.end()
 
     def _reach(self, source: Source) -> Supply:
-        """What it shows, and the plan for all that is wanted: once for each attachment."""
+        """The feed of what it shows, with the plan for all that is wanted: once an attachment."""
         if self._at is not None and self._at[0] is source:
             return self._at[1]
         self._replica, sources = replica_of(source.inst), self._sources
