@@ -42,8 +42,6 @@ class Bucket:
 
     url: str
     model: str
-    root: str
-    store: ObjectStore
 
     def __init__(self, url: str, model: str) -> None:
         arguments.text("url", url)
@@ -51,8 +49,8 @@ class Bucket:
         if model in {".", ".."}:  # a folder would lose it
             raise UsageError(f"model {model!r}: no store has a folder of that name")
         self.url, self.model = url, model
-        self.root = quote(model, safe="")
-        self.store = hub.opened(url)
+        self.root: str = quote(model, safe="")
+        self.store: ObjectStore = hub.opened(url)
         self._filled: Filled | None = None  # by the last load
 
     def __repr__(self) -> str:

@@ -81,20 +81,6 @@ class Shard:
     mailbox: Mailbox
     reading: Reading
     transport: Transport
-    word: OwnWord
-    tensors: Tensors
-    manifests: Manifests
-    beginnings: Beginnings
-    digests: Digests  # of the version that is held
-    reports: Reports
-    observed: Observed
-    policy: Policy  # of its updates
-    tracing: Tracing
-    hint: Callable[[Watch], str]  # what helps people with a wait
-    is_closed: bool
-    features: list[Feature]  # that are attached
-    lock: threading.RLock  # of the call that is under way
-    beside: list[int]  # threads in calls that others may go on beside
 
     def __init__(
         self,
@@ -108,21 +94,22 @@ class Shard:
     ) -> None:
         self.model, self.group, self.settings, self.pages = model, group, settings, pages
         self.mailbox, self.reading, self.transport = mailbox, reading, transport
-        self.features = []
-        self.word = OwnWord(group, mailbox, self.features)
-        self.tensors = Tensors(mailbox, pages, self.features)
-        self.manifests = Manifests(group, mailbox, reading.peers)
-        self.beginnings = Beginnings(group, self.end_beginning)
-        self.digests = Digests()
-        self.reports = Reports()
-        self.observed = Observed(model, group, self.reports, reading)
-        self.policy, self.tracing = NEWEST, Tracing()
-        self.hint = lambda _: ""
-        self.is_closed = False
-        self.lock = threading.RLock()
+        self.features: list[Feature] = []  # that are attached
+        self.word: OwnWord = OwnWord(group, mailbox, self.features)
+        self.tensors: Tensors = Tensors(mailbox, pages, self.features)
+        self.manifests: Manifests = Manifests(group, mailbox, reading.peers)
+        self.beginnings: Beginnings = Beginnings(group, self.end_beginning)
+        self.digests: Digests = Digests()  # of the version that is held
+        self.reports: Reports = Reports()
+        self.observed: Observed = Observed(model, group, self.reports, reading)
+        self.policy: Policy = NEWEST  # of its updates
+        self.tracing: Tracing = Tracing()
+        self.hint: Callable[[Watch], str] = lambda _: ""  # what helps people with a wait
+        self.is_closed: bool = False
+        self.lock: threading.RLock = threading.RLock()  # of the call that is under way
         self._ending = threading.Lock()
         self._caller, self._pid = 0, os.getpid()  # the thread that is in a call
-        self.beside = []
+        self.beside: list[int] = []  # threads in calls that others may go on beside
         _open_shards.add(self)
         _close_open_shards_at_exit()
 

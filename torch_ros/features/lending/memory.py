@@ -59,7 +59,6 @@ class LentMemory:
         OSError: There is not as much.
     """
 
-    is_closed: bool
     content_bytes: int
 
     def __init__(self, agent: str, size_bytes: int) -> None:
@@ -67,7 +66,7 @@ class LentMemory:
         self._file = _file(self._fd)
         weakref.finalize(self, _let_go, self._fd, self._file)
         fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self.is_closed = True
+        self.is_closed: bool = True
         self._size_bytes = HEADER_BYTES + size_bytes
         # Now, or whoever touches it first may be killed.
         os.posix_fallocate(self._fd, 0, self._size_bytes)
