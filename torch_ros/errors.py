@@ -36,8 +36,8 @@
   * ClosedError        used after close(), or in a forked child
 
 DCP sends exceptions between ranks with pickle, and a group call records them in etcd. Fields are
-therefore plain (str, int, float), and given by position, which makes Python keep them as ``args``;
-the message is built from them in ``__str__``.
+therefore plain (str, int, float), and ``args`` has all of them in the order of the constructor,
+also where they were given by name; the message is built from them in ``__str__``.
 """
 
 from dataclasses import dataclass
@@ -63,6 +63,10 @@ class TorchRosError(Exception):
     """Base class: ``except TorchRosError`` catches all of ours and nothing else."""
 
     _message = ""  # for `str.format`; it may name the fields
+
+    def __post_init__(self) -> None:
+        """Keep all fields as `args`, where Python puts only those that were given by position."""
+        self.args: tuple[str | float, ...] = tuple(vars(self).values())
 
     def __str__(self) -> str:
         return printable(self._said())
@@ -109,7 +113,6 @@ class Fenced(SeatLost):
 
     way_out = "close this handle and open a new one"
 
-    args: tuple[str, str, bool]
     is_orderly: bool
 
     def __init__(self, replica: str, reason: str, is_orderly: bool = False) -> None:  # noqa: FBT002  # positional, for pickle
@@ -400,6 +403,7 @@ class CutOff(CallAborted):
 
     def __init__(self, replica: str, call: int, rank: int, /) -> None:
         super().__init__(replica, call, rank, "it is cut off from etcd, and does not wait")
+        self.args = (replica, call, rank)
 
 
 @dataclass(eq=False, repr=False)
@@ -457,7 +461,6 @@ class StoreAlarm(StoreUnavailable):
         "hashkv`), then `etcdctl alarm disarm`",
     }
 
-    args: tuple[str, str]
     alarm: str  # "NOSPACE" or "CORRUPT"
 
     def __init__(self, endpoint: str, alarm: str, /) -> None:
