@@ -774,7 +774,7 @@ def _(rule, view, *args):
 
     def reading(*args):
         near, far = found(*args)
-        return ([], near + far) if far else (near, far)
+        return unpublish.Readers([], near + far) if far else unpublish.Readers(near, far)
 
     with changed("near_and_far", lambda _: reading):
         return rule(view, *args)

@@ -1,5 +1,7 @@
 """How a replica gives a version back: it drains its readers. Pure."""
 
+from typing import NamedTuple
+
 import msgspec
 
 from torch_ros.protocol import keys as k
@@ -13,11 +15,11 @@ from torch_ros.store.txn import Delete, Put, Range, Ranges, View, one
 
 
 def unpublish_ranges(seat: Seat, ref: VersionRef) -> Ranges:
-    keys = seat.keys
+    """All that `unpublish` is decided from."""
     return (
         *seat.own,
         one(seat.holding(ref)),
-        keys.readers_of_any(ref.run, ref.version, seat.inst),
+        _readers_of_tensors(seat, ref),
         *seat.keeper.unpublish_ranges(seat, ref),
     )
 
@@ -43,8 +45,8 @@ def unpublish(
         return Done(call)
     call = call or msgspec.structs.replace(made, ref=ref, at_ms=at_ms)
     holding = Holding.at(view, seat.holding(ref))
-    if holding is None or (call.ref and holding.uid != call.ref.uid):  # others' content
-        return conclude(view, seat, call, Outcome(at_ms=at_ms))
+    if holding is None or (call.ref and holding.uid != call.ref.uid):
+        return conclude(view, seat, call, Outcome(at_ms=at_ms))  # nothing of ours is offered
     keep = seat.keeper.on_unpublish(view, seat, call, ref)
     if not isinstance(keep, Keeping):
         return keep
@@ -56,52 +58,69 @@ def unpublish(
 def _let_go(
     view: View, seat: Seat, call: Call, ref: VersionRef, keep: Keeping, at_ms: int
 ) -> Step[Call | Outcome]:
-    """Delete the holding when nobody is waited for any more."""
-    is_new = find(view, seat, call.number) is None
-    own_key, keys = seat.holding(ref), seat.keys
-    readers = keys.readers_of_any(ref.run, ref.version, seat.inst)
-    near, far = near_and_far(view, readers)
-    awaited = near if keep.is_elsewhere else near + far
+    """Delete the holding once nobody is waited for; until then it drains, so that nobody comes."""
+    own_key, range_ = seat.holding(ref), _readers_of_tensors(seat, ref)
+    readers, holding = near_and_far(view, range_), Holding.at(view, own_key)
+    assert holding is not None
+    waited_for = _waited_for(readers, keep)
     guards = (view.unchanged(own_key), *keep.guards)
     gone = (Delete(one(own_key)),)
-    if not awaited:  # who comes meanwhile may be near
-        ended, guards = Outcome(at_ms=at_ms), (*guards, nobody(view, readers))
-        return conclude(view, seat, call, ended, guards, gone)
-    holding = Holding.at(view, own_key)
-    assert holding is not None
-    if is_new or holding.state != "draining":
+    if not waited_for:  # a reader that has come since this view may be near: then look again
+        nobody_came = nobody(view, range_)
+        return conclude(view, seat, call, Outcome(at_ms=at_ms), (*guards, nobody_came), gone)
+    is_decided = find(view, seat, call.number) is not None
+    if not is_decided or holding.state != "draining":
         draining = msgspec.structs.replace(holding, state="draining")
         return recorded(view, seat, call, guards, (holding_put(view, seat, ref, draining),))
-    who = sorted({*map(k.replica_of, awaited)})
-    reason = f"version {ref.version} is still read by {', '.join(who)} ({len(awaited)} records)"
-    watched: Ranges = (*seat.own, readers)
-    if far and awaited != near:
-        reason = f"{reason}, also in other datacenters: {seat.keeper.why_nobody_else(view, seat)}"
-        watched = unpublish_ranges(seat, ref)
+    who = ", ".join(sorted({*map(k.replica_of, waited_for)}))
+    reason = f"version {ref.version} is still read by {who} ({len(waited_for)} records)"
+    wait = Wait(reason, (*seat.own, range_))
+    if readers.far and not keep.is_elsewhere:  # with another copy they would not be waited for
+        why = seat.keeper.why_nobody_else(view, seat)
+        reason = f"{reason}, also in other datacenters: {why}"
+        wait = Wait(reason, unpublish_ranges(seat, ref))
     late = Outcome(at_ms=at_ms + int(1000 * seat.drain_s))
-    end = conclude(view, seat, call, late, guards, gone)
-    return WaitAtMost(Wait(reason, watched), seat.drain_s, end)
+    # Whoever still reads then finds the word cleared, and discards what it got.
+    return WaitAtMost(wait, seat.drain_s, conclude(view, seat, call, late, guards, gone))
 
 
 def awaited(view: View, seat: Seat, ref: VersionRef) -> set[str]:
-    """The replicas whose readers are waited for."""
-    near, far = near_and_far(view, seat.keys.readers_of_any(ref.run, ref.version, seat.inst))
+    """The replicas whose readers are waited for, for reports and for who is left behind."""
+    readers = near_and_far(view, _readers_of_tensors(seat, ref))
     keep = seat.keeper.keeping(view, seat.keys, ref, GivenUp(seat.inst, seat.datacenter))
-    return {k.replica_of(k.owner_of(inst)) for inst in (near if keep.is_elsewhere else near + far)}
+    return {k.replica_of(k.owner_of(inst)) for inst in _waited_for(readers, keep)}
 
 
-def near_and_far(view: View, readers: Range) -> tuple[list[str], list[str]]:
-    """The readers to be waited for; and those in other datacenters, one for each record.
+class Readers(NamedTuple):
+    """The instances that read something, one for each record."""
 
-    The latter go on from another source when they find that theirs has gone.
+    near: list[str]
+    far: list[str]  # in other datacenters: when their source has gone, they go on from another
+
+
+def near_and_far(view: View, range_: Range) -> Readers:
+    """Sort the readers of a range; a record that cannot be read counts as near, and is waited for.
+
+    Its key alone says who reads, and that it is far stands in the value.
     """
-    there, near, far = [*view.within(readers)], list[str](), list[str]()
-    left = {key for key, _, it, _ in readable(there, k.parse_reader, Reader) if it.is_far}
+    found = Readers([], [])
+    there = [*view.within(range_)]
+    far_keys = {key for key, _, it, _ in readable(there, k.parse_reader, Reader) if it.is_far}
     for key, (_, reader, _), _ in keyed(there, k.parse_reader):
-        (far if key in left else near).append(reader)
-    return near, far
+        (found.far if key in far_keys else found.near).append(reader)
+    return found
 
 
-def wake(view: View, version: str) -> tuple[Put, ...]:
-    """Write the record again: that is what those watch who wait for a version."""
-    return tuple(Put(key, entry.value) for key, entry in view.within(one(version)))
+def _waited_for(readers: Readers, keep: Keeping) -> list[str]:
+    """All readers; where somebody else has the version, only near ones: far ones find that copy."""
+    return readers.near if keep.is_elsewhere else readers.near + readers.far
+
+
+def _readers_of_tensors(seat: Seat, ref: VersionRef) -> Range:
+    """Readers of any incarnation of this replica: all read the same memory."""
+    return seat.keys.readers_of_any(ref.run, ref.version, seat.inst)
+
+
+def wake(view: View, version_key: str) -> tuple[Put, ...]:
+    """Write a version's record again: whoever waits for the version watches that record."""
+    return tuple(Put(key, entry.value) for key, entry in view.within(one(version_key)))

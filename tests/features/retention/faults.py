@@ -7,6 +7,7 @@ from faults import answers, edited, fault, instead, not_on, without_moment
 from planting import changed
 
 from torch_ros.protocol.life import CallLife
+from torch_ros.protocol.unpublish import Readers
 from torch_ros.store import txn
 from torch_ros.store.loops import Wait
 from torch_ros.store.txn import Put
@@ -44,9 +45,9 @@ fault("a witness elsewhere is one here", "retained_here", scenario="asked meanwh
 )
 
 
-fault("the newest version anywhere is the newest here", "_that_count", scenario="asked meanwhile")(
-    lambda holders: lambda view, keys, _: holders(view, keys, None)
-)
+fault(
+    "the newest version anywhere is the newest here", "_held_versions", scenario="asked meanwhile"
+)(lambda held: lambda view, keys, _: held(view, keys, None))
 
 
 fault(
@@ -89,8 +90,8 @@ fault("a copy is never released", "release")(
 
 @instead("release drains the copy under far readers", "near_and_far", scenario="taken back")
 def _(reading, view, readers):
-    near, far = reading(view, readers)
-    return (near + far, []) if "+" in readers.start else (near, far)
+    found = reading(view, readers)
+    return Readers(found.near + found.far, []) if "+" in readers.start else found
 
 
 answers(
@@ -153,13 +154,13 @@ fault("a copy that is forgone is tried again", "_may_lose", scenario=optional)(
 answers("no copy is made of what is retained", "_may_lose", value=True, scenario="only on spot")
 
 
-@instead("what is suspected retires older ones", "_that_count", scenario="suspected newer")
+@instead("what is suspected retires older ones", "_held_versions", scenario="suspected newer")
 def _(holders, *args):
     with changed("suspects", lambda _: lambda *_: set()):
         return holders(*args)
 
 
-fault("what may go is gone", "_that_count", scenario="suspected before")(
+fault("what may go is gone", "_held_versions", scenario="suspected before")(
     lambda holders: lambda *args: (holders(*args)[0], set())
 )
 

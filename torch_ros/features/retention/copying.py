@@ -60,29 +60,40 @@ class LastCopies(Keeper):
     def on_unpublish(
         self, view: View, seat: Seat, call: Call, ref: VersionRef
     ) -> Step[Call | Outcome] | Keeping:
+        """Have a copy made if the tensors are the last one, and let them go once that is offered.
+
+        The rank that decides the call asks for the copy in its record; each rank that finds it
+        there returns to make its part, and comes back here.
+        """
         keep = keeping(view, seat.keys, ref, GivenUp(seat.inst, seat.datacenter))
-        is_own = call.by == seat.rank
-        if is_own and not call.copy and (with_copy := _copy_first(view, seat, call, ref, keep)):
+        decides = call.by == seat.rank
+        if decides and not call.copy and (with_copy := _copy_first(view, seat, call, ref, keep)):
             return recorded(view, seat, with_copy)
         if call.copy and view.get(seat.copy_holding(ref, call.copy)) is None:
             return Done(call)
-        may_lose = _may_lose(seat, call)
-        if is_own and keep.is_needed and not may_lose:
+        if _may_lose(seat, call):
+            return keep if keep.is_elsewhere else replace(keep, guards=())
+        if decides and keep.is_needed:
             reason = f"the copy of version {ref.version} in host memory is suspected, or draining"
             return Wait(reason, (*seat.own, *keeping_ranges(seat.keys, ref, seat.datacenter)))
-        return replace(keep, guards=()) if may_lose and not keep.is_elsewhere else keep
+        return keep
 
     def why_nobody_else(self, view: View, seat: Seat) -> str:
         return "another copy is there" if _has_copy(view, seat) else "no copy could be made"
 
     def beside(self, who: Applicant) -> tuple[Op, ...]:
+        """Return the record of what it retains `@here`; the rest stands in the group's record."""
         here = [str(wish.spec) for wish in map(Wish.parse, self.retain) if wish.is_here]
         own = who.keys.retain(who.datacenter, who.replica)
         return (Put(own, RetainRecord(here).encode(), who.lease_id),) if here else ()
 
 
 def _copy_first(view: View, seat: Seat, call: Call, ref: VersionRef, keep: Keeping) -> Call | None:
-    """The call with a copy to be made: for those who retain it, or who read it from afar."""
+    """The call, asking each rank for its part of a copy. None: the tensors go without one.
+
+    What is retained does not go without. For far readers a copy only saves a wait: it is optional,
+    asked for once, and not where memory has another one already.
+    """
     if _may_lose(seat, call):
         return None
     with_copy = msgspec.structs.replace(call, copy=k.copy_of(seat.inst, call.number))
@@ -91,8 +102,9 @@ def _copy_first(view: View, seat: Seat, call: Call, ref: VersionRef, keep: Keepi
     if keep.is_elsewhere:
         return None
     readers = seat.keys.readers_of_any(ref.run, ref.version, seat.inst)
-    is_wanted = near_and_far(view, readers)[1] or _is_filled_afar(view, seat, ref)
-    if not is_wanted or call.is_optional or _has_copy(view, seat):
+    is_wanted = near_and_far(view, readers).far or _is_filled_afar(view, seat, ref)
+    was_asked_for = call.is_optional
+    if not is_wanted or was_asked_for or _has_copy(view, seat):
         return None
     return msgspec.structs.replace(with_copy, is_optional=True)
 
@@ -105,7 +117,7 @@ def do_without(view: View, seat: Seat, number: int) -> Step[bool]:
     own_group(view, seat)
     call = find(view, seat, number)
     if call is None or call.outcome is not None or not call.copy:
-        return Done(value=False)
+        return Done(value=False)  # a peer did without before
     is_needed = not call.is_optional
     without = msgspec.structs.replace(call, copy="", is_forgone=is_needed)
     return Act(group_txn(view, seat, without), lambda _: is_needed)
@@ -117,7 +129,11 @@ def _may_lose(seat: Seat, call: Call) -> bool:
 
 
 def _has_copy(view: View, seat: Seat) -> bool:
-    """Whether this incarnation has put a copy aside before, which is still read or retained."""
+    """Whether this incarnation has a copy in memory, of this version or an earlier one.
+
+    One whose readers are slow stays for long; a trainer that made one at each step would run out of
+    memory.
+    """
     found = keyed(view.within(seat.keys.shards_of_copies(seat.replica)), k.parse_shard)
     return any(k.is_of(inst, seat.inst) and not k.lingers(inst) for _, inst, _ in found)
 
@@ -139,17 +155,19 @@ class CopiedPart:
 
 
 def copied(view: View, seat: Seat, kept: Kept, part: CopiedPart) -> Step[bool]:
-    """This rank's part of the copy is there; True: all of it is offered. False: it is of no use."""
-    copy, call = part.copy, part.call
-    anchor = own_group(view, seat).lease_id
-    keys, ref = seat.keys, kept.ref
-    key, version = seat.copy_holding(ref, copy), keys.version(ref.run, ref.version)
-    if view.get(key):
+    """Show this rank's part of the copy; the last rank to do so offers the copy.
+
+    True: it is offered. False: it is of no use, and this rank's part is shown no more.
+    """
+    own_group(view, seat)
+    keys, ref, copy = seat.keys, kept.ref, part.copy
+    if view.get(seat.copy_holding(ref, copy)):
         return Done(value=True)
-    own, parts = keys.shard(copy, seat.rank), keyed(view.within(keys.shards(copy)), k.parse_rank)
-    missing = seat.world_size - sum(rank < seat.world_size for _, rank, _ in parts)
-    if _is_of_no_use(view, seat, ref, copy, call, is_whole=not missing):
-        # As long as a part is shown, no other copy is made.
+    own = keys.shard(copy, seat.rank)
+    shown = {rank for _, rank, _ in keyed(view.within(keys.shards(copy)), k.parse_rank)}
+    missing = len({*range(seat.world_size)} - shown)
+    if _is_of_no_use(view, seat, ref, part, is_whole=not missing):
+        # Guarded, since the rank that decides the call may still ask for this copy again.
         gone = Txn((view.unchanged(seat.decisions),), (Delete(one(own)),))
         return Act(gone, lambda _: False) if view.get(own) else Done(value=False)
     if view.get(own) is None:
@@ -158,37 +176,56 @@ def copied(view: View, seat: Seat, kept: Kept, part: CopiedPart) -> Step[bool]:
     if missing:
         reason = f"{missing} of {seat.world_size} ranks have not copied version {ref.version}"
         return Wait(reason, (*seat.own, keys.shards(copy), *releasing_ranges(seat, ref, copy)))
-    holding = Holding(ref.uid, call, "full", seat.world_size, seat.datacenter, at_ms=part.at_ms)
-    # The version's record even if it is unchanged: it wakes who waits for the version.
-    # The decisions too: who takes this incarnation's holdings away must have seen this one.
+    return Act(_offer(view, seat, kept, part), lambda _: True)
+
+
+def _offer(view: View, seat: Seat, kept: Kept, part: CopiedPart) -> Txn:
+    """Put the holding of the copy, now that all ranks show their parts.
+
+    Two records are put unchanged: the version's, which wakes those that wait for the version, and
+    the decisions, whose guard fails for who takes away all holdings and has not seen this one.
+    """
+    anchor, keys, ref = own_group(view, seat).lease_id, seat.keys, kept.ref
+    key, version = seat.copy_holding(ref, part.copy), keys.version(ref.run, ref.version)
+    run = keys.run(ref.run)
+    size, datacenter = seat.world_size, seat.datacenter
+    holding = Holding(ref.uid, part.call, "full", size, datacenter, at_ms=part.at_ms)
     ops: list[Op] = [
         Put(key, holding.encode(), anchor),
         Put(version, kept.record(VersionRecord.at(view, version), seat.replica).encode()),
         Put(seat.decisions, decisions_at(view, seat.decisions).encode(), anchor),
     ]
-    run = keys.run(ref.run)
     if view.get(run) is None:
         ops.append(Put(run, RunRecord(seat.inst, ref.run_number).encode()))
     guards = map(view.unchanged, (seat.group, seat.decisions, key, version, run))
-    return Act(Txn(tuple(guards), tuple(ops)), lambda _: True)
+    return Txn(tuple(guards), tuple(ops))
 
 
 def _is_of_no_use(
-    view: View, seat: Seat, ref: VersionRef, copy: str, number: int, *, is_whole: bool
+    view: View, seat: Seat, ref: VersionRef, part: CopiedPart, *, is_whole: bool
 ) -> bool:
-    """Whether nothing will come of the parts of a copy that is not offered."""
+    """Whether a copy that is not offered never will be: its parts would hold memory for nothing.
+
+    Args:
+        is_whole: Whether all ranks show their parts.
+    """
     record = VersionRecord.at(view, seat.keys.version(ref.run, ref.version))
-    if (record is not None and record.uid != ref.uid) or is_passed(view, seat.keys, ref):
+    if record is not None and record.uid != ref.uid:  # the number stands for another content
         return True
-    call = find(view, seat, number)
-    if call is None:
+    if is_passed(view, seat.keys, ref):
+        return True
+    call = find(view, seat, part.call)
+    if call is None:  # too long ago: a copy that is offered again under a new seat
         return False
-    is_over = call.outcome is not None
-    is_taken_back = (call.is_optional or call.is_forgone) and not call.copy
-    if (is_over and call.copy == copy) or is_taken_back:
+    is_given_up = (call.is_optional or call.is_forgone) and not call.copy
+    if is_given_up:  # a rank had no memory for its part
         return True
-    # Peers may have let go of their parts before seats were lost.
-    return is_over and not is_whole and not _keeping_copy(view, seat, ref, copy).is_needed
+    if call.outcome is None:  # its ranks are about to offer it
+        return False
+    if call.copy == part.copy:  # it was offered before the call ended, or the call has failed
+        return True
+    # Offered again under a new seat: peers may have let go of their parts before.
+    return not is_whole and not _keeping_copy(view, seat, ref, part.copy).is_needed
 
 
 def copying(seat: Seat, kept: Kept, part: CopiedPart) -> Steps[bool]:
@@ -199,9 +236,10 @@ def copying(seat: Seat, kept: Kept, part: CopiedPart) -> Steps[bool]:
 
 
 def release(view: View, seat: Seat, ref: VersionRef, copy: str) -> Step[None]:
-    """Give a copy up that is not needed any more (I4), nor read from afar. Every rank runs this.
+    """Offer a copy for as long as it is needed (I4) or read from afar. Every rank runs this.
 
-    It returns when the copy is not offered and nobody reads it.
+    Ends when the copy is not offered any more, and nobody reads it. While it drains, its witness
+    may go, say: needed again, it is offered again.
     """
     own_group(view, seat)
     keys = seat.keys
@@ -211,36 +249,40 @@ def release(view: View, seat: Seat, ref: VersionRef, copy: str) -> Step[None]:
         return Done(None)
     holding, keep = Holding.decode(entry.value, key), _keeping_copy(view, seat, ref, copy)
     wait = Wait("", releasing_ranges(seat, ref, copy))
-    if keep.is_needed and holding.state == "full":
-        return wait
+    guards = (view.unchanged(key), *keep.guards)
     state: Literal["full", "draining"] = "full" if keep.is_needed else "draining"
     if holding.state != state:
         put = Put(key, msgspec.structs.replace(holding, state=state).encode(), entry.lease_id)
-        woken = wake(view, keys.version(ref.run, ref.version)) if state == "full" else ()
-        return Act(Txn((view.unchanged(key), *keep.guards), (put, *woken)), None)
+        woken = wake(view, keys.version(ref.run, ref.version)) if keep.is_needed else ()
+        return Act(Txn(guards, (put, *woken)), None)
+    if keep.is_needed:
+        return wait
     gone = (Delete(one(key)), Delete(keys.shards(copy)))
-    guards, readers = (
-        (view.unchanged(key), *keep.guards),
-        keys.readers_of(ref.run, ref.version, copy),
-    )
-    if not any(near_and_far(view, readers)):
-        return Act(Txn((*guards, nobody(view, readers)), gone), lambda _: None)
+    range_ = keys.readers_of(ref.run, ref.version, copy)
+    if not any(near_and_far(view, range_)):
+        return Act(Txn((*guards, nobody(view, range_)), gone), lambda _: None)
     return WaitAtMost(wait, seat.drain_s, Act(Txn(guards, gone), lambda _: None))
 
 
 def _keeping_copy(view: View, seat: Seat, ref: VersionRef, copy: str) -> Keeping:
-    """Whether it is retained, or somebody reads from afar, and what makes that true."""
+    """Whether a copy is needed: it is retained, or far readers have nobody else to read from.
+
+    Those that still read the tensors count: they were left for this copy, and are about to come.
+    """
     keys = seat.keys
     keep = keeping(view, keys, ref, GivenUp(copy, seat.datacenter))
     of_copy = keys.readers_of(ref.run, ref.version, copy)
     of_tensors = keys.readers_of_any(ref.run, ref.version, seat.inst)
-    is_read = any(near_and_far(view, readers)[1] for readers in (of_copy, of_tensors))
+    is_read = any(near_and_far(view, range_).far for range_ in (of_copy, of_tensors))
     is_read = is_read or (not keep.is_elsewhere and _is_filled_afar(view, seat, ref))
     return replace(keep, is_needed=keep.is_needed or is_read)
 
 
 def _is_filled_afar(view: View, seat: Seat, ref: VersionRef) -> bool:
-    """Whether somebody in another datacenter reads the version; also one who looks for a source."""
+    """Whether somebody in another datacenter reads the version, or looks for a source of it.
+
+    The latter has no reader record, and may have been left a moment ago for this holding.
+    """
     there = view.within(seat.keys.holdings_of(ref.run, ref.version))
     return any(
         where.datacenter != seat.datacenter
@@ -258,6 +300,7 @@ def releasing(seat: Seat, ref: VersionRef, copy: str) -> Steps[None]:
 
 
 def releasing_ranges(seat: Seat, ref: VersionRef, copy: str) -> Ranges:
+    """All that `release` is decided from."""
     keys = seat.keys
     return (
         one(seat.group),

@@ -23,36 +23,43 @@ log: logging.Logger = log_of(__name__)
 
 
 class Retention(Feature):
-    """The copies of one shard."""
+    """One shard's part in the copies of its replica."""
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
         self.copies: Copies = Copies(shard.group, shard.transport, shard.pages)
-        self._retained: frozenset[Spec] | None = None  # by anybody, when it last looked
+        self._retained: frozenset[Spec] | None = None  # by others, at its last look; None: none yet
         shard.observed.staged["copies"] = lambda: self.copies.size_bytes
 
     def sees(self, view: View) -> None:
+        """Note what others retain: without etcd, `takes_back` can ask nobody."""
         seat = self._shard.group.seat
         anywhere = retentions(view.seen(seat.keys.groups()))
         here = retained_here(view, seat.keys, seat.datacenter)
         self._retained = frozenset((*anywhere, *here))
 
     def acts_first(self, call: GroupCall, decided: Call) -> None:
-        """Make this rank's part of a copy, and wait until all of it is offered; or do without."""
+        """Make this rank's part of a copy that the call asks for, and wait until all is offered.
+
+        Without memory for it, tell the peers and the log, and let the unpublish go on.
+        """
         if not decided.copy:
             return
         seat, kept = call.seat, self._shard.group.ledger.holds
-        if kept is None:  # of other content than the peers', who have it copied
+        if kept is None:  # the peers copy what they hold, and this rank holds nothing
             raise call.mismatch(decided)
         try:
-            made = self._copy(decided.number, is_optional=decided.is_optional)
+            shown = self._copy(decided.number, is_optional=decided.is_optional)
         except (BackendError, RuntimeError, MemoryError, OSError) as error:
-            text = "%s: waiting for readers in other datacenters: %s"
-            if call.settle(seat.own, lambda view: do_without(view, seat, call.number)):
-                text = "%s: this version may be lost, it cannot be copied: %s"
+            is_lost = call.settle(seat.own, lambda view: do_without(view, seat, call.number))
+            text = (
+                "%s: this version may be lost, it cannot be copied: %s"
+                if is_lost
+                else "%s: waiting for readers in other datacenters: %s"
+            )
             log.warning(text, call.asked, error)
         else:
-            part = CopiedPart(decided.copy, call.number, made, wall_ms())
+            part = CopiedPart(decided.copy, call.number, shown, wall_ms())
             call.seating.run(copying(seat, kept, part), call.deadline, call.patience)
 
     def takes_back(self) -> None:
@@ -69,6 +76,9 @@ class Retention(Feature):
 
     def _copy(self, number: int, *, is_optional: bool = False) -> ShardRecord:
         """Copy this rank's part of the held version, which call `number` gives up.
+
+        Returns:
+            The record by which readers find that copy.
 
         Raises:
             MemoryError: There is too little of it, or what is held is not there.
@@ -93,9 +103,10 @@ class Retention(Feature):
 
 
 def must_copy(ledger: Ledger, retained: frozenset[Spec] | None) -> int | None:
-    """The number under which to copy what `forget` takes back: it may be retained. None: no.
+    """The number under which to copy what is taken back without etcd. None: no copy is needed.
 
-    Nobody can be asked (docs/protocol/unattended.md#taking-tensors-back).
+    Nobody can be asked, so it is needed unless this rank is sure that nobody retains the version
+    (docs/protocol/unattended.md#taking-tensors-back).
 
     Args:
         retained: By others, when this rank last looked; None: it never did.
@@ -107,8 +118,10 @@ def must_copy(ledger: Ledger, retained: frozenset[Spec] | None) -> int | None:
         was_shown = unfinished is not None and unfinished.life in life.WAS_READY
         if ledger.held is None and not (was_shown and kept.layout):
             return None  # nobody was told of it, or it may be a part
-        if retained is not None:
-            own = (Wish.parse(text).spec for text in ledger.seat.keeper.retain)
-            if not any(spec.absolute in (None, kept.ref.version) for spec in (*own, *retained)):
-                return None
+        own = [Wish.parse(text).spec for text in ledger.seat.keeper.retain]
+        if retained is not None and not any(
+            spec.absolute in (None, kept.ref.version)  # any `latest-<k>` may be this one by now
+            for spec in (*own, *retained)
+        ):
+            return None
         return ledger.unpublish_number

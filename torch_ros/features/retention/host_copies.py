@@ -41,8 +41,11 @@ CLOSE_S = 5.0  # a wait for the store looks at least every 2 s whether its handl
 class HostCopy:
     """One rank's part: contiguous chunks, shown in a mailbox of their own, until `close`.
 
+    The tensors that it is made from are free when this returns.
+
     Args:
-        memory: Of each chunk of `layout`; copied before this returns.
+        memory: Of each chunk of `layout`.
+        call: The number of the call that gives the version up, which stands in the mark.
     """
 
     kept: Kept
@@ -61,7 +64,7 @@ class HostCopy:
         self.kept, self.call = kept, call
         ends = [0, *itertools.accumulate(aligned(tensor.nbytes) for tensor in memory)]
         self.size_bytes: int = ends[-1]
-        with ExitStack() as undo:  # nothing unmaps it: its pages would stay for good
+        with ExitStack() as undo:  # lasting memory is only unmapped by its `close`
             with allocating("a copy of what is unpublished", ends[-1]):
                 self._memory = LastingMemory(ends[-1])
             undo.callback(self._memory.close)
@@ -88,17 +91,20 @@ class HostCopy:
         self._memory.close()
 
 
-def _require_room(size_bytes: int, ranks: int) -> None:
-    """Raises: MemoryError: This host, or a group of this process, has too little for so many."""
-    needed = size_bytes * ranks
-    there = available_bytes()
-    if needed > there:
-        raise MemoryError(
-            f"a copy takes {needed / 1e9:.1f} GB of host memory, and {there / 1e9:.1f} are free"
-        )
+def _require_room(needed_bytes: int) -> None:
+    """Refuse what the kernel would only refuse by ending the process, in the middle of the copy.
+
+    Raises: MemoryError: This host, or a cgroup of this process, has too little.
+    """
+    free_bytes = available_bytes()
+    if needed_bytes > free_bytes:
+        needed, free = needed_bytes / 1e9, free_bytes / 1e9
+        raise MemoryError(f"a copy takes {needed:.1f} GB of host memory, and {free:.1f} are free")
 
 
 class Copies:
+    """The copies that one rank has made, each with the thread that offers it while it is needed."""
+
     def __init__(self, group: Group, transport: Transport, pages: Pages) -> None:
         self._group, self._transport, self._pages = group, transport, pages
         # By the call that made it: under each seat that is taken again it has another name.
@@ -122,13 +128,15 @@ class Copies:
     ) -> Mailbox:
         """This rank's part of a copy of the held version, which call `number` gives up.
 
+        One that was made in an earlier try of the same call is shown again.
+
         Raises:
-            MemoryError: Memory is short. The kernel would end the process in the middle of it.
+            MemoryError: Memory is short.
         """
         if number not in self._copies:
-            # All ranks may be on this host. A copy that is needed is made if it might fit.
+            # An optional copy needs room for those of all ranks here; one that is needed is tried.
             ranks = ranks_here(self._group.seat.world_size) if is_optional else 1
-            _require_room(registered.bytes_total, ranks)
+            _require_room(registered.bytes_total * ranks)
             kept = self._group.ledger.holds
             assert kept is not None
             layout, memory = registered.layout, registered.memory
@@ -138,16 +146,14 @@ class Copies:
         return self._copies[number].mailbox
 
     def keep(self) -> None:
-        """Offer what was made, in threads, for as long as it is needed."""
+        """Offer each copy, in a thread of its own, for as long as it is needed; then free it."""
         for number, copy in list(self._copies.items()):
             if number not in self._threads:
-                self._threads[number] = threading.Thread(
-                    target=self._keep,
-                    args=(number, self._group.seat),
-                    name=f"torch_ros keeps {copy.kept.ref.version}",
-                    daemon=True,
-                )
-                self._threads[number].start()
+                name = f"torch_ros keeps {copy.kept.ref.version}"
+                args = (number, self._group.seat)
+                thread = threading.Thread(target=self._keep, args=args, name=name, daemon=True)
+                self._threads[number] = thread
+                thread.start()
 
     def close(self) -> None:
         """Let go of all of them, once the group is closed and before the transport is.
@@ -160,17 +166,15 @@ class Copies:
             self._copies.popitem()[1].close()
 
     def _keep(self, number: int, seat: Seat) -> None:
-        """Offer a copy for as long as it is needed, also after a seat was lost and taken again."""
         copy, group = self._copies[number], self._group
         version = copy.kept.ref.version
-        forever = Deadline(f"keeping version {version}", math.inf)
         shard, reminder = shard_of(copy.mailbox), Reminder()
+        forever = Deadline(f"keeping version {version}", math.inf)
         while True:
             inst, session = copy_of(seat.inst, copy.call), group.session
             try:
                 part = CopiedPart(inst, copy.call, shard, wall_ms())
-                offering = copying(seat, copy.kept, part)
-                if group.run(offering, forever):
+                if group.run(copying(seat, copy.kept, part), forever):
                     group.run(releasing(seat, copy.kept.ref, inst), forever)
                 break
             except SeatLost as lost:
@@ -181,12 +185,12 @@ class Copies:
                 group.pause()
             except ClosedError:
                 break
-            try:
+            try:  # the next incarnation offers the copy again, under a name of its own
                 group.await_seat(forever, Patience(peers_s=math.inf))
             except (SeatLost, ClosedError):
                 break
             seat = group.seat
-        if group.ledger.is_closed:  # it may linger, until `close`
+        if group.ledger.is_closed:  # its readers may still be let finish: `close` frees it
             return
         del self._copies[number]
         copy.close()

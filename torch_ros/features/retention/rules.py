@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch_ros.errors import UsageError
@@ -52,95 +52,149 @@ class Wish:
 
 
 def keeping_ranges(keys: Keys, ref: VersionRef, datacenter: str) -> Ranges:
+    """All that `keeping` is decided from."""
     holders = sample(keys.holdings_of(ref.run, ref.version))
     wishes = keys.retains(datacenter)
     return (*spec_ranges(keys), holders, sample(keys.groups()), wishes, keys.suspects())
 
 
 def keeping(view: View, keys: Keys, ref: VersionRef, given_up: GivenUp) -> Keeping:
-    """Would the version be lost to those that retain it, if that copy went (I4)?"""
-    datacenter = given_up.datacenter
-    same: tuple[Guard, ...]
+    """Would the version be lost to those that retain it, if that copy went (I4)?
+
+    Those that retain it anywhere need a witness anywhere; those that retain it `@here` need one in
+    the datacenter of the copy. "No" comes with guards on what makes it true: of two that go at
+    once, each the other's witness, one fails and asks again.
+    """
+    here = given_up.datacenter
     witnesses = _witnesses(view, keys, ref, given_up)
-    if datacenter in witnesses:
-        same = (view.unchanged(witnesses[datacenter]),)
-        return Keeping(is_needed=False, guards=same, is_elsewhere=True)
+    if here in witnesses:  # enough for both
+        return Keeping(
+            is_needed=False, guards=(view.unchanged(witnesses[here]),), is_elsewhere=True
+        )
     own = [*map(Wish.parse, given_up.retain)]
-    here = [*retained_here(view, keys, datacenter), *(w.spec for w in own if w.is_here)]
-    if here:
-        _see_near(view, keys.holdings_in(ref.run, ref.version, datacenter))
-    same = tuple(map(view.unchanged, [*witnesses.values()][:1]))
-    is_elsewhere = bool(same)
-    guards: tuple[Guard, ...] = (*same, NoneNewer(keys.retains(datacenter), view.rev))
+    specs_here = [*retained_here(view, keys, here), *(w.spec for w in own if w.is_here)]
+    if specs_here:
+        _see_all_of(view, keys.holdings_in(ref.run, ref.version, here))
+    witness: tuple[Guard, ...] = tuple(map(view.unchanged, [*witnesses.values()][:1]))
+    is_elsewhere = bool(witness)
+    guards: tuple[Guard, ...] = (*witness, NoneNewer(keys.retains(here), view.rev))
     if not is_elsewhere:
-        everywhere = [wish.spec for wish in own if not wish.is_here]
-        everywhere += retentions(view.within(keys.groups()))
-        superseded = _superseded(view, keys, ref, everywhere)
-        if superseded is None:
+        specs = [w.spec for w in own if not w.is_here] + [*retentions(view.within(keys.groups()))]
+        unnamed = _guards_if_unnamed(view, keys, ref, specs)
+        if unnamed is None:
             return Keeping(is_needed=True, guards=())
-        guards = (*guards, NoneNewer(keys.groups(), view.rev), *superseded)
-    if here:
-        superseded = _superseded(view, keys, ref, here, datacenter)
-        if superseded is None:
-            return Keeping(
-                is_needed=True, guards=same, is_elsewhere=is_elsewhere, only_in=datacenter
-            )
-        guards = (*guards, *superseded)
+        guards = (*guards, NoneNewer(keys.groups(), view.rev), *unnamed)
+    if specs_here:
+        unnamed = _guards_if_unnamed(view, keys, ref, specs_here, here)
+        if unnamed is None:
+            return Keeping(is_needed=True, guards=witness, is_elsewhere=is_elsewhere, only_in=here)
+        guards = (*guards, *unnamed)
     return Keeping(is_needed=False, guards=guards, is_elsewhere=is_elsewhere)
 
 
 def _witnesses(view: View, keys: Keys, ref: VersionRef, given_up: GivenUp) -> dict[str, str]:
-    """Another holding that counts in each datacenter, of those that were seen."""
+    """By datacenter, the key of one holding that keeps the version there without that copy.
+
+    Of those that were seen: among many holders, a few are enough.
+    """
     suspected, found = suspects(view, keys), dict[str, str]()
-    there = view.seen(keys.holdings_of(ref.run, ref.version))
-    for key, where, holding, _ in legible.holdings(there):
-        is_own = where.inst == given_up.inst
-        is_own = is_own or (given_up.is_leaving and k.is_of(where.inst, given_up.inst))
-        is_other = not (is_own or where.inst in suspected or k.lingers(where.inst))
-        if is_other and _counts(holding) and holding.uid == ref.uid:
+    holders = view.seen(keys.holdings_of(ref.run, ref.version))
+    for key, where, holding, _ in legible.holdings(holders):
+        goes_too = given_up.is_leaving and k.is_of(where.inst, given_up.inst)
+        if where.inst == given_up.inst or goes_too or _may_go(where.inst, suspected):
+            continue
+        if _counts(holding) and holding.uid == ref.uid:
             found.setdefault(where.datacenter, key)
     return found
 
 
-def _see_near(view: View, near: Range) -> None:
-    """Among many, a witness that is here may not have been seen."""
-    if not view.has(sample(near)):
-        samples = (asked for asked in view.asked if isinstance(asked, Sample))
-        raise Unseen(*samples, sample(near))
-    if not view.shows(near):
+def _counts(holding: Holding) -> bool:
+    """Whether it can be read whole, and its replica does not vanish at any moment (spot)."""
+    return holding.state == "full" and not holding.spot
+
+
+def _may_go(inst: str, suspected: Collection[str]) -> bool:
+    """Whether a holder is about to close (it lingers), or may be dead already (it is suspected)."""
+    return k.lingers(inst) or inst in suspected
+
+
+def _see_all_of(view: View, here: Range) -> None:
+    """Make the loop read all holdings of this datacenter, where the view is a sample of all.
+
+    A witness that is here may not be among a few of thousands, and a copy for nothing is dear.
+
+    Raises:
+        Unseen: They are not all in this view.
+    """
+    if not view.has(sample(here)):
+        asked_before = (asked for asked in view.asked if isinstance(asked, Sample))
+        raise Unseen(*asked_before, sample(here))
+    if not view.shows(here):
         raise Unseen
 
 
-def _superseded(
+def _guards_if_unnamed(
     view: View, keys: Keys, ref: VersionRef, specs: Sequence[Spec], datacenter: str | None = None
 ) -> list[Guard] | None:
-    """The guards under which none of these specs means `ref`. None: one does.
+    """The guards under which none of these specs names `ref`. None: one does.
+
+    Specs name versions of the newest run that is held, and `latest-<k>` is the one with k newer
+    ones above it. A newer one that may go counts both ways: if 9 lingers above 8, then 8 is
+    `latest-1` while 9 is there and `latest` as soon as it is not, so both keep 8.
 
     Args:
-        datacenter: Where they look; None: anywhere.
+        datacenter: Where holdings count; None: anywhere.
     """
-    holders, doubtful = _that_count(view, keys, datacenter)
-    refs = sorted({*holders, ref}, key=lambda r: r.order, reverse=True)
-    newest = [r for r in refs if r.run == refs[0].run]
-    backs = [spec.back for spec in specs if spec.absolute is None]
-    deepest, is_newest = max(backs, default=-1), ref in newest
-    if is_newest:
-        fewest = newest.index(ref)  # that are newer
-        most = fewest + sum(r.run == ref.run and r.order > ref.order for r in doubtful)
-        is_named = any(spec.absolute == ref.version for spec in specs)
-        if is_named or any(fewest <= back <= most for back in backs):
+    staying, doubtful = _held_versions(view, keys, datacenter)
+    newest_first = sorted({*staying, ref}, key=lambda r: r.order, reverse=True)
+    newest_run = [r for r in newest_first if r.run == newest_first[0].run]
+    deepest = max((spec.back for spec in specs if spec.absolute is None), default=-1)
+    above = newest_run[: 1 + deepest]  # one that goes would make each below it one newer
+    guards: list[Guard] = [view.unchanged(staying[r][0]) for r in above if r in staying]
+    if ref not in newest_run:
+        return guards
+    fewest_newer = newest_run.index(ref)
+    most_newer = fewest_newer + sum(r.run == ref.run and r.order > ref.order for r in doubtful)
+    for spec in specs:
+        is_latest_k = spec.absolute is None and fewest_newer <= spec.back <= most_newer
+        if is_latest_k or spec.absolute == ref.version:
             return None
-    guards: list[Guard] = [
-        view.unchanged(holders[r][0]) for r in newest[: 1 + deepest] if r in holders
-    ]
-    if is_newest and most < deepest:  # newer versions that come would make it `latest-<k>`
-        above = _above(view, keys, ref, datacenter)
-        guards += [NoneNewer(range_, view.rev) for range_ in above]
+    if most_newer < deepest:  # newer versions that come would make it `latest-<k>`
+        guards += [NoneNewer(r, view.rev) for r in _newer_versions(view, keys, ref, datacenter)]
     return guards
 
 
-def _above(view: View, keys: Keys, ref: VersionRef, datacenter: str | None) -> list[Range]:
-    """Where the holdings of newer versions of its run are, or come with a record of theirs."""
+def _held_versions(
+    view: View, keys: Keys, datacenter: str | None
+) -> tuple[dict[VersionRef, list[str]], set[VersionRef]]:
+    """The versions that are held for good, with their holdings' keys; and the doubtful ones.
+
+    All holders of a doubtful version may go: it must neither count for certain, nor be left out.
+
+    Args:
+        datacenter: Where holdings count; None: anywhere.
+    """
+    numbers, suspected = run_numbers(view, keys), suspects(view, keys)
+    staying: dict[VersionRef, list[str]] = {}
+    doubtful: set[VersionRef] = set()
+    for key, where, holding, _ in legible.holdings(view.within(keys.holdings())):
+        if not _counts(holding) or datacenter not in (None, where.datacenter):
+            continue
+        number = number_of(where.run, numbers)
+        ref = VersionRef(where.run, where.version, holding.uid, number)
+        if _may_go(where.inst, suspected):
+            doubtful.add(ref)
+        else:
+            staying.setdefault(ref, []).append(key)
+    return staying, doubtful - staying.keys()
+
+
+def _newer_versions(view: View, keys: Keys, ref: VersionRef, datacenter: str | None) -> list[Range]:
+    """The ranges in which something changes when a newer version of its run comes to be held.
+
+    Holdings of one datacenter are together by version only: of each that has a record, and the
+    records, since one comes with each further version.
+    """
     if datacenter is None:
         return [Range(keys.holdings_of(ref.run, ref.version).end, keys.holdings(ref.run).end)]
     records = keys.versions_above(ref.run, ref.version)
@@ -149,53 +203,27 @@ def _above(view: View, keys: Keys, ref: VersionRef, datacenter: str | None) -> l
 
 
 def as_spec(text: str) -> int | str:
+    """A text as `Spec.parse` takes it: "7" is the number 7."""
     return int(text) if re.fullmatch("[0-9]{1,20}", text) else text
 
 
 def retentions(found: Iterable[tuple[str, Entry]]) -> Iterator[Spec]:
-    """Everything that anybody retains, wherever that is, as far as its record can be read."""
+    """Everything that anybody retains, wherever it is held, as far as its record can be read."""
     for key, _, group, _ in readable(found, k.parse_group, GroupRecord):
         yield from (wish.spec for wish in _wishes(key, group.retain) if not wish.is_here)
 
 
 def retained_here(view: View, keys: Keys, datacenter: str) -> Iterator[Spec]:
     """Everything that those of a datacenter retain there."""
-    for key, _, record, _ in readable(
-        view.seen(keys.retains(datacenter)), k.parse_retain, RetainRecord
-    ):
+    found = view.seen(keys.retains(datacenter))
+    for key, _, record, _ in readable(found, k.parse_retain, RetainRecord):
         yield from (wish.spec for wish in _wishes(key, record.here))
 
 
 def _wishes(key: str, texts: Iterable[str]) -> Iterator[Wish]:
+    """The wishes of one record; one that cannot be read is named in the log, and passed over."""
     for text in texts:
         try:
             yield Wish.parse(text)
         except UsageError as error:
             say(key, str(error))
-
-
-def _counts(holding: Holding) -> bool:
-    return holding.state == "full" and not holding.spot
-
-
-def _that_count(
-    view: View, keys: Keys, datacenter: str | None
-) -> tuple[dict[VersionRef, list[str]], set[VersionRef]]:
-    """The full holdings that count for retention, by version; in that datacenter, or anywhere.
-
-    And the other versions that are there, but whose holders are about to go, since they linger, or
-    may be gone, since they are suspected. An older version has to stay whether these do or not.
-    """
-    numbers, suspected = run_numbers(view, keys), suspects(view, keys)
-    stay: dict[VersionRef, list[str]] = {}
-    doubtful: set[VersionRef] = set()
-    for key, where, holding, _ in legible.holdings(view.within(keys.holdings())):
-        if not _counts(holding) or datacenter not in (None, where.datacenter):
-            continue
-        number = number_of(where.run, numbers)
-        ref = VersionRef(where.run, where.version, holding.uid, number)
-        if k.lingers(where.inst) or where.inst in suspected:
-            doubtful.add(ref)
-        else:
-            stay.setdefault(ref, []).append(key)
-    return stay, doubtful - stay.keys()
