@@ -23,15 +23,27 @@ DEADLINE_S = 20
 NOTICE_S = 10
 
 
-@pytest.fixture(params=["memory", "nixl", "shared", "cma", "fabric", "beyond"])
+KINDS = ["memory", "nixl"]
+KINDS += ["shared", "cma"]  # feature shortcuts
+KINDS += ["fabric", "beyond"]
+
+
+@pytest.fixture(params=KINDS)
 def make(request, monkeypatch):
     """Makes a transport; closes them all in the end."""
     made = []
+    # feature shortcuts {
     if request.param in ("shared", "cma"):
-        from torch_ros.p2p import copying, near
+        from torch_ros.features.shortcuts import copying
+        from torch_ros.features.shortcuts import transport as shortcuts
 
-        for module, least in ((near, "LOOK_BYTES"), (near, "CMA_BYTES"), (copying, "SHARE_BYTES")):
+        for module, least in (
+            (shortcuts, "LOOK_BYTES"),
+            (shortcuts, "CMA_BYTES"),
+            (copying, "SHARE_BYTES"),
+        ):
             monkeypatch.setattr(module, least, 1)
+    # } shortcuts
     if request.param == "shared":
         monkeypatch.setattr(sys.modules[__name__], "random_bytes", random_shared_bytes)
 
@@ -46,10 +58,12 @@ def make(request, monkeypatch):
             from torch_ros.p2p.nixl import NixlTransport
 
             made.append(NixlTransport(*args))
+            # feature shortcuts {
             if request.param in ("shared", "cma"):
                 threads = 2 if request.param == "cma" else 0
-                made.append(near.NearTransport(made[-1], threads=threads))
+                made.append(shortcuts.ShortcutTransport(made[-1], threads=threads))
                 made[-1].never = 0  # here both ends are one process
+            # } shortcuts
         return made[-1]
 
     yield transport

@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 
-from without import FEATURES, PACKAGE, stripped
+from without import FEATURES, PACKAGE, stripped, transports
 
 MARK = re.compile(r"# (?:feature (\w+)|\} (\w+))")
 
@@ -22,6 +22,10 @@ def test_without_any_one_feature_the_rest_imports_publishes_replicates_and_updat
         0,
         [f"{feature}: stands" for feature in FEATURES],
     ), done.stderr
+
+
+def test_nixl_is_tried_without_the_features_that_stand_around_it():
+    assert [each for each in FEATURES if "ucx" in transports(each)] == ["shortcuts"]
 
 
 def test_marks_name_features_and_stand_above_the_core():

@@ -51,6 +51,7 @@ ARROWS = {  # folder -> what it may import besides itself, the ground and the st
         "bucket",
         "checkpoints",
         "face",
+        "features",
         "fleet",
         "public",
         "metrics",

@@ -77,7 +77,13 @@ def modules(name: str) -> Iterator[str]:
             yield info.name
 
 
-def use() -> None:
+def transports(feature: str) -> tuple[str, ...]:
+    """To use without the feature: NIXL, which takes a second, only if it stands around that."""
+    is_around = f"# feature {feature}" in (PACKAGE / "face/choose.py").read_text()
+    return ("memory", "ucx") if is_around else ("memory",)
+
+
+def use(transport: str) -> None:
     """Import all there is, publish, replicate and update."""
     import torch
 
@@ -87,8 +93,9 @@ def use() -> None:
     import torch_ros
 
     source, target = torch.arange(5.0), torch.zeros(5)
-    trainer = torch_ros.open("m", endpoint="memory://without", replica="t")
-    rollout = torch_ros.open("m", endpoint="memory://without", replica="r")
+    where = f"memory://without-{transport}"
+    trainer = torch_ros.open("m", endpoint=where, replica="t", transport=transport)
+    rollout = torch_ros.open("m", endpoint=where, replica="r", transport=transport)
     trainer.register({"w": source})
     rollout.register({"w": target})
     trainer.publish(1)
@@ -112,7 +119,8 @@ def try_without(feature: str) -> int:
             status = 1
             try:
                 sys.path.insert(0, folder)
-                use()
+                for transport in transports(feature):
+                    use(transport)
                 status = 0
             except BaseException:
                 traceback.print_exc()

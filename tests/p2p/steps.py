@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from torch_ros.p2p.near import NearTransfer
 from torch_ros.spans import Region
 
 
@@ -28,7 +27,3 @@ def prepared(reader, peer, *sources):
     reader.register([region(target) for target in targets])
     rows = [span(*each) for each in zip(sources, targets, strict=True)]
     return peer.prepare(np.array(rows, np.uint64)), targets
-
-
-def copied(read):
-    return read.copied_bytes if isinstance(read, NearTransfer) else 0

@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from torch_ros.p2p import copying
 from torch_ros.p2p.cgroups import cores, folders
 
 MOUNTED_V1 = (
@@ -105,15 +104,3 @@ def test_the_first_version_of_groups_tells_it_in_two_files(tmp_path, quota, left
     group = tmp_path / "sys/fs/cgroup/cpu,cpuacct/job"
     write(group, cpu_cfs_quota_us=quota, cpu_cfs_period_us=100000)
     assert cores(tmp_path) == left
-
-
-@pytest.mark.parametrize(
-    ("there", "quota", "ranks", "threads"),
-    [(16, math.inf, "", 4), (16, 2.5, "", 2), (16, 0.5, "", 1), (2, 8, "", 2), (16, 6.0, "3", 2)],
-)
-def test_no_more_threads_copy_than_the_quota_allows(monkeypatch, there, quota, ranks, threads):
-    monkeypatch.delenv("UCX_TLS", raising=False)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(there))
-    monkeypatch.setattr("torch_ros.p2p.cgroups.cores", lambda: quota)
-    assert copying.thread_count() == threads

@@ -15,10 +15,18 @@ from torch_ros.cli.doctor import HERE, SHARED, Examined, Facts, Surroundings
 from torch_ros.cli.health import EtcdHealth, health
 from torch_ros.cli.waits import Blamed
 from torch_ros.deadline import wall_ms
-from torch_ros.errors import AccessDenied, BackendError, StoreAlarm, StoreUnavailable
+from torch_ros.errors import (
+    AccessDenied,
+    BackendError,
+    StoreAlarm,
+    StoreUnavailable,
+    TransferFailed,
+)
+from torch_ros.features.shortcuts.trial import closed_to  # feature shortcuts
 from torch_ros.fleet import seen
 from torch_ros.p2p import rdma
 from torch_ros.p2p.ucx import has_gpu
+from torch_ros.p2p.ways import part_of
 from torch_ros.printable import some
 from torch_ros.protocol.keys import Keys, owner_of, parse_rank, parse_shard, replica_of
 from torch_ros.protocol.legible import readable
@@ -31,7 +39,8 @@ from torch_ros.transfer.card import Card
 
 ANSWER_S = 2.0  # for one question to etcd
 DISTRIBUTION = "torch-ros"
-WAYS: list[str] = []  # beside those of `p2p`
+WAYS: list[str] = []  # modules for `trial.ways`
+WAYS += ["torch_ros.features.shortcuts.trial"]  # feature shortcuts
 WAYS += ["torch_ros.features.lending.trial"]  # feature lending
 CHECKED = ("torch", "nixl", "numpy", "msgspec")
 
@@ -127,11 +136,15 @@ def _lost(view: View, keys: Keys) -> Iterator[Blamed]:
 
 
 def _closed_to(shard: ShardRecord) -> str | None:
+    """The reason for which no process copies out of this one; "": it may; None: nobody tries."""
     try:
         card = Card.decode(shard.card)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+        descriptor = part_of(card.agent, card.mailbox, 0)
+        reason = None
+        reason = closed_to(card.agent, descriptor, card.mailbox_address)  # feature shortcuts
+    except (msgspec.MsgspecError, UnicodeDecodeError, TransferFailed):
         return None
-    return trial.closed_to(card.agent, card.mailbox, card.mailbox_address)
+    return reason
 
 
 def _environ(pid: int) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,7 @@ import torch
 
 from torch_ros.allocation import allocating
 from torch_ros.copies.transforms import Making
-from torch_ros.p2p import mapped
+from torch_ros.p2p import shared
 from torch_ros.transfer.registered import Buffer
 
 BUFFERS = 2  # one is filled while readers are still at the other
@@ -27,7 +27,7 @@ class HostBuffers:
 
     def make(self, size_bytes: int) -> Buffer:
         """Raises: OSError: There is no such memory; then it is private."""
-        return Buffer(torch.frombuffer(mapped.allocate(size_bytes), dtype=torch.uint8))
+        return Buffer(torch.frombuffer(shared.allocate(size_bytes), dtype=torch.uint8))
 
 
 def _size_bytes(buffer: Buffer) -> int:

@@ -12,9 +12,9 @@ from importlib import import_module
 from typing import Literal
 
 from torch_ros import environment
+from torch_ros.features.shortcuts.copying import thread_count  # feature shortcuts
+from torch_ros.features.shortcuts.transport import ShortcutTransport  # feature shortcuts
 from torch_ros.memory.transport import MemoryTransport
-from torch_ros.p2p.copying import thread_count
-from torch_ros.p2p.near import NearTransport
 from torch_ros.p2p.room import require_files, require_home
 from torch_ros.p2p.transport import CONNECT_S, Transport
 from torch_ros.p2p.ways import DEFAULT_FABRIC, EVERYBODY, WaysTransport, interfaces_for
@@ -71,22 +71,30 @@ def choose_transport(
             aside.submit(import_module, NIXL).result()
     from torch_ros.p2p.nixl import NixlTransport  # noqa: PLC0415
 
-    how = {"ucx": "", "ucx-tcp": ", TCP", "auto": "; memory of this host is copied"}[name]
+    how = ", TCP" if name == "ucx-tcp" else ""
+    how += "; memory of this host is copied" if name == "auto" else ""  # feature shortcuts
     agent = f"{replica[:REPLICA_CHARS_MAX]}/{rank}-{secrets.token_hex(3)}"
+    named = environment.value("UCX_NET_DEVICES")
     with ExitStack() as undo:
-        named = environment.value("UCX_NET_DEVICES")
+
+        def reaching(interfaces: Sequence[str], *, is_copied: bool) -> Transport:
+            made: Transport = NixlTransport(
+                agent, interfaces=interfaces, connect_s=network.connect_s
+            )
+            undo.callback(made.close)
+            # feature shortcuts {
+            # Both ends can talk, whether they copy or not.
+            made = ShortcutTransport(made, is_used=is_copied, threads=thread_count())
+            undo.callback(made.close)
+            # } shortcuts
+            return made
+
         tcp = interfaces_for((), named) if name == "ucx-tcp" else ()
-        nixl = NixlTransport(agent, interfaces=tcp, connect_s=network.connect_s)
-        undo.callback(nixl.close)
-        # Both ends can talk, whether they copy or not, and also where one end has one way only.
-        near = NearTransport(nixl, is_used=name == "auto", threads=thread_count())
-        undo.callback(near.close)
-        ways: list[tuple[str, Transport]] = [(network.fabric, near)]
+        ways = [(network.fabric, reaching(tcp, is_copied=name == "auto"))]
         if network.wan_devices or network.fabric != DEFAULT_FABRIC:
             wan = interfaces_for(network.wan_devices, named)
             how += f"; TCP beyond fabric {network.fabric!r}, on {', '.join(wan)}"
-            beyond = NixlTransport(agent, interfaces=wan, connect_s=network.connect_s)
-            ways.append((EVERYBODY, NearTransport(beyond, is_used=False)))
+            ways.append((EVERYBODY, reaching(wan, is_copied=False)))
         undo.pop_all()
     log.info("transport: NIXL over UCX%s (%s)", how, reason)
     return WaysTransport(ways)

@@ -8,7 +8,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Literal, NamedTuple
 
-from torch_ros.p2p import mapped
+from torch_ros.p2p import shared
 from torch_ros.p2p.voucher import line_of, started_at
 from torch_ros.protocol.records import SeenRecord
 
@@ -79,7 +79,7 @@ def own() -> Life:
     """Return those of this process; without what the system does not show."""
     try:
         namespace = Path("/proc/self/ns/pid").stat().st_ino
-        return Life(mapped.host(), namespace, started_at(line_of("self")))
+        return Life(shared.host(), namespace, started_at(line_of("self")))
     except OSError:
         return Life()
 
@@ -118,7 +118,7 @@ def _shown_page(sign: str) -> object:
     """
     fd = os.memfd_create(f"{_SIGN} {sign}", os.MFD_CLOEXEC)
     try:
-        page = mapped.read_only(fd, 1)
+        page = shared.read_only(fd, 1)
     finally:
         os.close(fd)
     if _has_closed(os.getpid(), sign):

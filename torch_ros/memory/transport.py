@@ -128,6 +128,8 @@ class MemoryPeer:
 
 
 class MemoryTransport:
+    is_copied_from: bool = False
+
     def __init__(self, agent: str | None = None) -> None:
         self.agent: str = agent or str(uuid.uuid4())
         self.connection: bytes = f"{_PREFIX}{self.agent}".encode()

@@ -403,8 +403,7 @@ class NixlTransport:
             none of the interfaces.
     """
 
-    connect_s: float
-    agent: str
+    is_copied_from: bool = False  # UCX may; it does not say
 
     def __init__(
         self,
@@ -419,7 +418,8 @@ class NixlTransport:
                 "could not read from it: the threads of UCX are not in the child; close the handle "
                 "before the fork, or start this process with spawn or forkserver"
             )
-        self.agent, self.connect_s = agent or str(uuid.uuid4()), connect_s
+        self.agent: str = agent or str(uuid.uuid4())
+        self.connect_s: float = connect_s
         self.costs: Costs = TCP_COSTS if interfaces else NIXL_COSTS
         self.way: str = f"ucx tcp {','.join(interfaces)}" if interfaces else "ucx"
         self.lock: threading.RLock = threading.RLock()

@@ -110,6 +110,10 @@ class Transport(Protocol):
     agent: str  # a name no other agent has
     connection: bytes  # what a peer needs for `connect`, below 4 KiB; it never changes
 
+    @property
+    def is_copied_from(self) -> bool:
+        """Whether the kernel copies memory of this process for peers, page by page."""
+
     def register(self, regions: Sequence[Region]) -> Registration:
         """Make memory readable by peers and usable as a target.
 

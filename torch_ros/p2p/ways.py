@@ -113,11 +113,15 @@ class WaysTransport:
     def __init__(self, ways: Sequence[tuple[str, Transport]]) -> None:
         self._fabrics = [fabric for fabric, _ in ways]
         self._transports = [transport for _, transport in ways]
-        self.nearest: Transport = self._transports[0]
-        self.agent: str = self.nearest.agent
+        self._first: Transport = self._transports[0]
+        self.agent: str = self._first.agent
         said = [_Way(fabric, transport.connection) for fabric, transport in ways]
         self.connection: bytes = msgspec.msgpack.encode(said)
         self._has_warned = False
+
+    @property
+    def is_copied_from(self) -> bool:
+        return self._first.is_copied_from
 
     def register(self, regions: Sequence[Region]) -> WaysRegistration:
         with contextlib.ExitStack() as undo:
@@ -129,8 +133,8 @@ class WaysTransport:
         return WaysRegistration(registrations)
 
     def prove(self, agent: str, descriptor: bytes) -> Neighbour:
-        """As the first way does: processes of one host are near, whatever their fabrics."""
-        return self.nearest.prove(agent, part_of(agent, descriptor, 0))
+        """As the first way does: processes of one host see each other, whatever their fabrics."""
+        return self._first.prove(agent, part_of(agent, descriptor, 0))
 
     def connect(self, connection: bytes) -> WaysPeer:
         try:

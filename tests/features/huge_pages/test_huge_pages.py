@@ -1,4 +1,5 @@
 """Huge pages under registered memory: where, once, in the background, and never at a price."""
+# needs features shortcuts
 
 import errno
 import itertools
@@ -26,8 +27,8 @@ from torch_ros.features.huge_pages.pages import (
     huge_pages_for,
     runs,
 )
+from torch_ros.features.shortcuts.transport import ShortcutTransport
 from torch_ros.memory.transport import MemoryTransport
-from torch_ros.p2p.near import NearTransport
 from torch_ros.shard.tensors import Tensors
 from torch_ros.spans import Region
 from torch_ros.transfer.mailbox import Mailbox
@@ -247,8 +248,8 @@ def test_pages_stay_small_where_nobody_copies_them(monkeypatch, tmp_path):
     monkeypatch.setattr(huge_pages, "_SIZE", size := tmp_path / "size")
     monkeypatch.setattr(huge_pages, "_RDMA", tmp_path / "infiniband")
     size.write_text(f"{HUGE_BYTES}\n")
-    near, slow = (NearTransport(MemoryTransport(), threads=count) for count in (2, 0))
-    unused = NearTransport(MemoryTransport(), is_used=False, threads=2)
+    near, slow = (ShortcutTransport(MemoryTransport(), threads=count) for count in (2, 0))
+    unused = ShortcutTransport(MemoryTransport(), is_used=False, threads=2)
     try:
         assert reason(near) == ""
         assert reason(near, is_wanted=False) == "open(huge_pages=False)"

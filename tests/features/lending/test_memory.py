@@ -1,4 +1,5 @@
 """Files that a process lends: who is believed to lend one, and who has it when."""
+# needs features shortcuts
 
 import fcntl
 import gc
@@ -10,9 +11,9 @@ import numpy as np
 import pytest
 
 from torch_ros.features.lending.memory import Closed, LentMemory, Loan, NotLent, NotYet
+from torch_ros.features.shortcuts import transport as shortcuts
+from torch_ros.features.shortcuts.transport import ShortcutTransport
 from torch_ros.memory.transport import MemoryTransport
-from torch_ros.p2p import near
-from torch_ros.p2p.near import NearTransport
 from torch_ros.p2p.voucher import Neighbour, Process, Unproven
 from torch_ros.spans import Region
 
@@ -146,7 +147,7 @@ def test_a_file_that_may_be_cut_short_is_not_believed(process, seals):
 @pytest.fixture
 def pair():
     """A source and a reader, which are taken for two processes."""
-    both = [NearTransport(MemoryTransport()) for _ in range(2)]
+    both = [ShortcutTransport(MemoryTransport()) for _ in range(2)]
     both[1].never = 0
     yield both
     for each in both:
@@ -177,7 +178,7 @@ def test_a_process_that_vouches_is_found(pair, registered):
     ],
 )
 def test_a_process_that_cannot_be_looked_at_is_said_to_be_so(pair, registered, changes, reason):
-    said = msgspec.msgpack.decode(registered.descriptor, type=near._Descriptor)
+    said = msgspec.msgpack.decode(registered.descriptor, type=shortcuts._Descriptor)
     if "bounds" in changes:
         changes = {"bounds": said.bounds + said.bounds}
     forged = msgspec.msgpack.encode(msgspec.structs.replace(said, **changes))

@@ -21,11 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_ros import environment
-from torch_ros.p2p.near import NearTransport
 from torch_ros.p2p.pages import Pages
 from torch_ros.p2p.regions import merge
 from torch_ros.p2p.transport import Transport
-from torch_ros.p2p.ways import WaysTransport
 from torch_ros.printable import log_of
 from torch_ros.spans import HOST, Region
 
@@ -218,13 +216,13 @@ class HugePages(Pages):
 
 def huge_pages_for(transport: Transport, *, is_wanted: bool) -> HugePages:
     """Huge pages for memory that peers copy through the kernel; elsewhere a reason for none."""
-    near = transport.nearest if isinstance(transport, WaysTransport) else transport
-    is_copied = isinstance(near, NearTransport) and near.host and near.threads.count
     if not is_wanted:
         return HugePages("open(huge_pages=False)")
     if environment.value(environment.HUGE_PAGES) == "0":
         return HugePages(f"{environment.HUGE_PAGES}=0")
-    return HugePages(obstacle() if is_copied else "no memory is read through the kernel here")
+    if not transport.is_copied_from:
+        return HugePages("no memory is read through the kernel here")
+    return HugePages(obstacle())
 
 
 def _reason(outcome: int) -> str:

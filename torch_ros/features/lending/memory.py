@@ -22,7 +22,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from torch_ros.p2p import mapped
+from torch_ros.p2p import shared
 from torch_ros.p2p.voucher import Neighbour
 
 HEADER_BYTES = 4096  # a page: the chunks behind it are aligned
@@ -149,7 +149,7 @@ class Loan:
         if _word(self._fd) != word:
             raise NotLent  # any more: it was locked too late
         size_bytes = os.fstat(self._fd).st_size
-        self.memory: ctypes.Array[ctypes.c_ubyte] = mapped.read_only(self._fd, size_bytes)
+        self.memory: ctypes.Array[ctypes.c_ubyte] = shared.read_only(self._fd, size_bytes)
         self._header = (ctypes.c_uint64 * _WORDS).from_buffer(self.memory)
         self._fill = self._header[0]
 
@@ -217,7 +217,7 @@ def _opened(process: Neighbour, folder: int, number: str) -> int:
     # To open something else than a file may block, or do something; to find it does not.
     found = os.open(number, os.O_PATH | os.O_CLOEXEC, dir_fd=folder)
     try:
-        mapped.refuse_others(found)
+        shared.refuse_others(found)
         held = os.fstat(found)
         # A borrower has it open for reading only.
         if held.st_uid != os.geteuid() or process.mode(int(number), held.st_ino) != os.O_RDWR:

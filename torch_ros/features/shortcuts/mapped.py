@@ -10,18 +10,17 @@ import logging
 import mmap
 import os
 import stat
-import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from torch_ros.p2p.regions import Uint64s
+from torch_ros.p2p.shared import map_file, refuse_others, unmap
 from torch_ros.p2p.voucher import Neighbour
 from torch_ros.printable import log_of
 
@@ -30,31 +29,12 @@ log: logging.Logger = log_of(__name__)
 # Linux gives a process 65,530 mappings, and one that has no more cannot allocate memory.
 MAPPINGS_MAX = 16_384
 
-# The same in all containers of a host, another one after each start of its kernel.
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
 _FOLDER = "/dev/shm/"  # noqa: S108
-_TMPFS = 0x01021994  # by the kernel's magic.h
 
 _BLOCK_BYTES = 512  # what st_blocks counts, whatever the filesystem
 
-# Python's own mmap keeps a file descriptor for each mapping: a model of a thousand shared tensors
-# would use up what a process has.
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.fstatfs.argtypes = (ctypes.c_int, ctypes.c_void_p)
+_libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_FAILED = ctypes.c_void_p(-1).value
-
 
 _File = tuple[int, int]  # device and inode: no two files that are there have the same on one host
 
@@ -66,25 +46,6 @@ class Stretch:
     offset: int  # where it begins in the file
     file: _File
     paths: tuple[str, ...] = ()  # where this process may find the file
-
-
-def host() -> str:
-    """Which host this is: where it is the same, an inode is the same file."""
-    return _BOOT_ID.read_text().strip()
-
-
-def allocate(size_bytes: int) -> mmap.mmap:
-    """Memory of this process that others on this host can map.
-
-    Raises:
-        OSError: There is not as much.
-    """
-    fd = os.memfd_create("torch_ros", os.MFD_CLOEXEC)
-    try:
-        os.posix_fallocate(fd, 0, size_bytes)  # now, or whoever touches it first may be killed
-        return mmap.mmap(fd, size_bytes)
-    finally:
-        os.close(fd)
 
 
 def find(process: Neighbour, starts: Uint64s, ends: Uint64s) -> tuple[Stretch, ...]:
@@ -161,7 +122,7 @@ class Mapping:
         fd, self._path = _open(stretch)
         try:
             _refuse_faults(fd, stretch)
-            self.address: int = _mapped(fd, stretch.size_bytes, stretch.offset)
+            self.address: int = map_file(fd, stretch.size_bytes, stretch.offset)
         finally:
             os.close(fd)
         _libc.madvise(self.address, stretch.size_bytes, mmap.MADV_DONTFORK)
@@ -175,7 +136,7 @@ class Mapping:
         """Nobody may be reading it. Idempotent."""
         address, self.address, self.is_open = self.address, 0, False
         if address:
-            _libc.munmap(address, self.stretch.size_bytes)
+            unmap(address, self.stretch.size_bytes)
 
 
 # From, to, the mapping of these addresses, and the digest of the descriptor that names them.
@@ -264,28 +225,6 @@ class MappedMemory:
         return self.mappings[stretch]
 
 
-def read_only(fd: int, size_bytes: int) -> ctypes.Array[ctypes.c_ubyte]:
-    """The first bytes of a file, mapped for as long as anybody has the answer.
-
-    Inherited by `fork`. A write to it ends the process.
-
-    Raises:
-        OSError: This process cannot have it.
-    """
-    address = _mapped(fd, size_bytes, 0)
-    memory = (ctypes.c_ubyte * size_bytes).from_address(address)
-    weakref.finalize(memory, _libc.munmap, address, size_bytes).atexit = False
-    return memory
-
-
-def _mapped(fd: int, size_bytes: int, offset: int) -> int:
-    address: int = _libc.mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, offset)
-    if address == _FAILED:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    return address
-
-
 def _open(stretch: Stretch) -> tuple[int, str]:
     for path in stretch.paths:
         with suppress(FileNotFoundError):
@@ -298,13 +237,6 @@ def _open(stretch: Stretch) -> tuple[int, str]:
             finally:
                 os.close(found)
     raise FileNotFoundError(f"{', '.join(stretch.paths) or 'no path'}: not there, or another file")
-
-
-def refuse_others(fd: int) -> None:
-    """Raises: OSError: The file is not on tmpfs, as a memfd is."""
-    said = (ctypes.c_long * 64)()  # twice what the kernel writes
-    if _libc.fstatfs(fd, said) != 0 or said[0] != _TMPFS:
-        raise OSError("the file is not on tmpfs")
 
 
 def _refuse_faults(fd: int, stretch: Stretch) -> None:

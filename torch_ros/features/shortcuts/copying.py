@@ -10,7 +10,8 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from torch_ros.p2p import cgroups, cma
+from torch_ros.features.shortcuts import cma
+from torch_ros.p2p import cgroups
 from torch_ros.spans import Spans
 
 THREADS_MAX = 4  # a few fill the memory's channels

@@ -20,9 +20,10 @@ import numpy as np
 
 from torch_ros.costs import HOST_COSTS, Costs
 from torch_ros.errors import ClosedError, TransferFailed
-from torch_ros.p2p import cma, mapped
-from torch_ros.p2p.copying import CopyThreads, SharedCopy, copy
-from torch_ros.p2p.mapped import MappedMemory, Mapping
+from torch_ros.features.shortcuts import cma
+from torch_ros.features.shortcuts.copying import CopyThreads, SharedCopy, copy
+from torch_ros.features.shortcuts.mapped import MappedMemory, Mapping
+from torch_ros.p2p import shared
 from torch_ros.p2p.regions import Cover, Uint64s, merge, room
 from torch_ros.p2p.transport import Peer, Registration, Transfer, Transport
 from torch_ros.p2p.voucher import LetGo, Neighbour, Process, Unproven, Voucher, digest
@@ -50,10 +51,12 @@ class _Descriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     base: bytes  # what the other transport says; last, so that it notices what was cut off
 
 
-class NearRegistration:
+class ShortcutRegistration:
     cover: Cover | None
 
-    def __init__(self, transport: NearTransport, base: Registration, cover: Cover | None) -> None:
+    def __init__(
+        self, transport: ShortcutTransport, base: Registration, cover: Cover | None
+    ) -> None:
         self._transport, self._base, self.cover = transport, base, cover
         self.is_open: bool = True
         self.descriptor: bytes = b""
@@ -78,16 +81,16 @@ class NearRegistration:
 
 
 @dataclass(eq=False)
-class NearTransfer:
+class ShortcutTransfer:
     """A read of which some is copied here, and at least a byte is left to the other transport."""
 
-    peer: NearPeer
+    peer: ShortcutPeer
     base: Transfer
     copies: Spans  # whose sources are mapped at these addresses of this process
     reads: Spans  # whose sources the kernel copies, at these addresses of the peer
     mappings: AbstractSet[Mapping]
     digests: AbstractSet[bytes]  # of the descriptors that name the sources
-    targets: AbstractSet[NearRegistration]
+    targets: AbstractSet[ShortcutRegistration]
 
     def __post_init__(self) -> None:
         here = [("mapped", self.copies), ("cma", self.reads)]
@@ -150,11 +153,11 @@ class NearTransfer:
             self._copying.drop()
 
 
-class NearPeer:
-    transport: NearTransport
+class ShortcutPeer:
+    transport: ShortcutTransport
     agent: str
 
-    def __init__(self, transport: NearTransport, base: Peer) -> None:
+    def __init__(self, transport: ShortcutTransport, base: Peer) -> None:
         self.transport, self._base, self.agent = transport, base, base.agent
         self.mapped: MappedMemory = MappedMemory()
         # The peer's, if its memory can be read through the kernel; 0: it cannot.
@@ -176,12 +179,12 @@ class NearPeer:
             return
         starts, ends, said = _unpack(self.agent, descriptor)
         self._base.attach(said.base)
-        is_near = self.transport.is_used and said.host == self.transport.host
-        if is_near:
+        is_here = self.transport.is_used and said.host == self.transport.host
+        if is_here:
             self.transport.unmap_abandoned()
         with self.transport.lock:
             self.mapped.forget(starts, ends)
-            if is_near and len(starts) and self in self.transport.peers:
+            if is_here and len(starts) and self in self.transport.peers:
                 try:
                     self._trust(said.process, digest(descriptor), starts, ends)
                 except Unproven as error:
@@ -271,7 +274,7 @@ class NearPeer:
                 return read
         return self._base.prepare(spans, source_device=source_device, target_device=target_device)
 
-    def _prepare_shared(self, spans: Spans) -> NearTransfer | None:
+    def _prepare_shared(self, spans: Spans) -> ShortcutTransfer | None:
         transport, known = self.transport, self.mapped
         if not (len(spans) and (known.rows or self._covers)):
             return None
@@ -303,7 +306,7 @@ class NearPeer:
         taken_keys = set(keys[is_taken].tolist())
         targets = {owner for cover, owner in owners.items() if cover.key in taken_keys}
         base = self._base.prepare(rest)
-        return NearTransfer(self, base, copies, reads, used, digests, targets)
+        return ShortcutTransfer(self, base, copies, reads, used, digests, targets)
 
     def unmap(self, mappings: Iterable[Mapping]) -> None:
         """Give up some mappings; reads of them fail from then on."""
@@ -331,7 +334,7 @@ class NearPeer:
             process.close()
 
 
-class NearTransport:
+class ShortcutTransport:
     """Another transport, and copies out of a peer's memory where both are on one host.
 
     Both ends need it. Threads copy from `post` on; `is_done` waits for them, or copies what is too
@@ -361,29 +364,33 @@ class NearTransport:
             except OSError as error:
                 reason = f"no voucher: {error}"
                 log.warning("peers on this host read through NIXL, which is slower (%s)", reason)
-        self.host: str = mapped.host() if self._voucher else ""
+        self.host: str = shared.host() if self._voucher else ""
         self.process: Process = self._voucher.process if self._voucher else Process()
         self.never: int = os.getpid()  # the process whose memory no other may name: this one
         # Never waited for with the lock of a read held.
         self.lock: threading.RLock = threading.RLock()
-        self.registrations: list[NearRegistration] = []
-        self.peers: set[NearPeer] = set()
-        self.reads: set[NearTransfer] = set()
+        self.registrations: list[ShortcutRegistration] = []
+        self.peers: set[ShortcutPeer] = set()
+        self.reads: set[ShortcutTransfer] = set()
         self.refused: set[str] = set()  # agents of which something was, and the log has it
         self._keys = itertools.count()
         self._pid = os.getpid()
+
+    @property
+    def is_copied_from(self) -> bool:
+        return bool(self.host and self.threads.count)
 
     @property
     def is_foreign(self) -> bool:
         """Whether this is a forked child, which has inherited no mapping."""
         return os.getpid() != self._pid
 
-    def register(self, regions: Sequence[Region]) -> NearRegistration:
+    def register(self, regions: Sequence[Region]) -> ShortcutRegistration:
         self.refuse_fork()
         base = self._base.register(regions)
         on_host = [region for region in regions if region.device == HOST]
         cover = merge(HOST, on_host, key=next(self._keys)) if on_host else None
-        registration = NearRegistration(self, base, cover)
+        registration = ShortcutRegistration(self, base, cover)
         with self.lock:
             self.registrations.append(registration)
             self.vouch()
@@ -422,9 +429,9 @@ class NearTransport:
             raise
         return process
 
-    def connect(self, connection: bytes) -> NearPeer:
+    def connect(self, connection: bytes) -> ShortcutPeer:
         self.refuse_fork()
-        peer = NearPeer(self, self._base.connect(connection))
+        peer = ShortcutPeer(self, self._base.connect(connection))
         self.unmap_abandoned()
         return peer
 
@@ -485,6 +492,6 @@ def _unpack(agent: str, descriptor: bytes) -> tuple[Uint64s, Uint64s, _Descripto
         said = msgspec.msgpack.decode(descriptor, type=_Descriptor)
         starts, ends = np.frombuffer(said.bounds, np.uint64).reshape(2, -1)
     except (msgspec.DecodeError, ValueError) as error:
-        reason = "these bytes are no descriptor of a NearTransport"
+        reason = "these bytes are no descriptor of a ShortcutTransport"
         raise TransferFailed(agent, reason) from error
     return starts, ends, said

@@ -1,16 +1,12 @@
 """Handles whose tensors lie in shared memory, read from another process."""
 
-import errno
 import logging
-import mmap
-import os
 import re
 
 import pytest
 import torch
 
 import torch_ros
-from torch_ros.p2p import mapped
 
 SIZE = 512  # of a matrix: 1 MiB of float32, which is what is looked at
 
@@ -119,28 +115,3 @@ def test_an_eighth_of_rows_is_copied_span_by_span(publish, etcd_endpoint):
         assert rollout.last_read.bytes_read == rollout.last_read.bytes_total
     whole = torch.arange(1024 * 2048, dtype=torch.float32).view(1024, 2048)
     assert torch.equal(target, whole[:, :256])
-
-
-@pytest.fixture
-def no_files(monkeypatch):
-    """The system gives no memory that has a file."""
-
-    def refuse(*_):
-        raise OSError(errno.ENOSYS, "memfd_create")
-
-    monkeypatch.setattr(os, "memfd_create", refuse)
-
-
-def test_a_copy_is_published_from_ordinary_memory_if_there_is_no_other(no_files):
-    with pytest.raises(OSError):
-        mapped.allocate(mmap.PAGESIZE)
-    source, reader = (torch_ros.open("m", endpoint="memory://no-files") for _ in range(2))
-    target = torch.zeros(SIZE)
-    try:
-        source.publish_copy(1, {"weight": torch.ones(SIZE)})
-        reader.register({"weight": target})
-        reader.replicate("latest")
-    finally:
-        reader.close()
-        source.close()
-    assert target.eq(1).all()

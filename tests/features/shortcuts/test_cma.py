@@ -14,12 +14,14 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from p2p.steps import attached, copied, prepared, region, span
+from features.shortcuts.steps import copied
+from p2p.steps import attached, prepared, region, span
 
 from torch_ros.errors import ClosedError, TransferFailed
+from torch_ros.features.shortcuts import cma
+from torch_ros.features.shortcuts import transport as shortcuts
+from torch_ros.features.shortcuts.transport import ShortcutTransport
 from torch_ros.memory.transport import MemoryTransport
-from torch_ros.p2p import cma, near
-from torch_ros.p2p.near import NearTransport
 from torch_ros.p2p.voucher import Process
 from torch_ros.transfer.posting import close_all
 
@@ -116,7 +118,7 @@ def test_it_is_left_out_where_ucx_may_not_either(ucx_tls, is_allowed):
 @pytest.fixture
 def pair():
     """A source and a reader that copies with two threads."""
-    made = [NearTransport(MemoryTransport(), threads=2) for _ in range(2)]
+    made = [ShortcutTransport(MemoryTransport(), threads=2) for _ in range(2)]
     made[1].never = 0  # here both ends are one process
     yield made
     for each in made:
@@ -142,7 +144,7 @@ def test_all_but_a_byte_is_read_through_the_kernel(pair):
 
 
 def test_little_is_left_to_the_other_transport(pair):
-    source = random_bytes(0, near.CMA_BYTES - 1)
+    source = random_bytes(0, shortcuts.CMA_BYTES - 1)
     read, _ = prepared(pair[1], attached(*pair, source)[0], source)
     assert copied(read) == 0
 

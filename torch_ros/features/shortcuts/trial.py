@@ -1,0 +1,72 @@
+"""Whether this process may copy out of others of this host: a part of `cli.trial`."""
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from torch_ros.features.shortcuts import cma
+from torch_ros.features.shortcuts.copying import copy
+from torch_ros.features.shortcuts.mapped import Mapping as Mapped
+from torch_ros.features.shortcuts.mapped import find
+from torch_ros.features.shortcuts.transport import process_of
+from torch_ros.p2p import shared
+from torch_ros.p2p.voucher import Neighbour, Unproven
+
+BYTES = bytes([0x5A]) * 4096  # that are shown
+
+
+def show(agent: str) -> tuple[Mapping[str, int], object]:  # noqa: ARG001  # the voucher names it
+    """Have memory of both kinds, and say where, for as long as the second answer is kept."""
+    private, file = ctypes.create_string_buffer(BYTES), shared.allocate(len(BYTES))
+    file.write(BYTES)
+    view = np.frombuffer(file, np.uint8)
+    said = {"cma": ctypes.addressof(private), "mapped": view.ctypes.data}
+    return said, (private, view)
+
+
+def _is_read(stranger: Neighbour, said: Mapping[str, int]) -> bool:
+    return _read(stranger, said["cma"], len(BYTES)) == BYTES
+
+
+def _read(process: Neighbour, address: int, count: int) -> bytes:
+    here = np.zeros(count, np.uint8)
+    cma.read(process.process.pid, np.array([(address, here.ctypes.data, count)], np.uint64))
+    return here.tobytes()
+
+
+def _is_mapped(stranger: Neighbour, said: Mapping[str, int]) -> bool:
+    bounds = np.array([said["mapped"]], np.uint64)
+    [stretch] = find(stranger, bounds, bounds + np.uint64(len(BYTES)))
+    here = np.zeros(len(BYTES), np.uint8)
+    with contextlib.closing(Mapped(stretch)) as mapping:
+        copy(np.array([(mapping.address, here.ctypes.data, len(BYTES))], np.uint64))
+    return here.tobytes() == BYTES
+
+
+WAYS: Mapping[str, Callable[[Neighbour, Any], bool]] = {"cma": _is_read, "mapped": _is_mapped}
+
+
+def closed_to(agent: str, descriptor: bytes, address: int) -> str | None:
+    """The reason for which this process cannot copy out of another one of this host; "": it can.
+
+    None: it is on another host, or copies nothing.
+
+    Args:
+        descriptor, address: Memory of that process, as it has told its peers.
+
+    Raises:
+        TransferFailed: These bytes are not a descriptor.
+    """
+    host, process = process_of(agent, descriptor)
+    if host != shared.host():
+        return None
+    try:
+        with contextlib.closing(Neighbour(agent, process)) as neighbour:
+            neighbour.vouched()
+            _read(neighbour, address, 1)
+    except (OSError, Unproven) as error:
+        return str(error)
+    return ""
