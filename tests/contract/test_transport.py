@@ -12,8 +12,8 @@ from kit import until
 from p2p.steps import attached, region
 
 from torch_ros.errors import ClosedError, NotSupported, TransferFailed, UsageError
+from torch_ros.features.fabrics.ways import EVERYBODY, WaysTransport  # feature fabrics
 from torch_ros.memory.transport import MemoryTransport
-from torch_ros.p2p.ways import EVERYBODY, WaysTransport
 from torch_ros.spans import Region
 
 DEADLINE_S = 20
@@ -25,7 +25,7 @@ NOTICE_S = 10
 
 KINDS = ["memory", "nixl"]
 KINDS += ["shared", "cma"]  # feature shortcuts
-KINDS += ["fabric", "beyond"]
+KINDS += ["fabric", "beyond"]  # feature fabrics
 
 
 @pytest.fixture(params=KINDS)

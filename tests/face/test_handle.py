@@ -633,6 +633,7 @@ def test_close_ends_a_read_that_does_not_go_on(opened, monkeypatch):
         assert isinstance(call.exception(5), errors.ClosedError)
 
 
+# feature fabrics {
 def test_devices_that_cannot_be_had_are_refused(etcd_endpoint):
     options = {"endpoint": etcd_endpoint, "transport": "ucx", "timeout_s": 20}
     with pytest.raises(errors.UsageError, match="'nosuch'.: this host has .*lo"):
@@ -646,6 +647,9 @@ def test_an_open_that_finds_no_device_leaves_no_voucher(etcd_endpoint):
         torch_ros.open("m", wan_devices=["nosuch"], endpoint=etcd_endpoint, timeout_s=20)
     files = [str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
     assert not [name for name in files if "torch_ros voucher" in name]
+
+
+# } fabrics
 
 
 def test_tcp_alone_can_be_asked_for(etcd_endpoint):
@@ -667,7 +671,13 @@ WEST, EAST, UNNAMED = {"datacenter": "west"}, {"datacenter": "east"}, {}
 
 
 @pytest.mark.parametrize(
-    "ends", [(WEST, EAST), (WEST, UNNAMED), (UNNAMED, EAST), (WEST | {"wan_devices": ["lo"]}, WEST)]
+    "ends",
+    [
+        (WEST, EAST),
+        (WEST, UNNAMED),
+        (UNNAMED, EAST),
+        (WEST | {"wan_devices": ["lo"]}, WEST),  # feature fabrics
+    ],
 )
 def test_processes_read_from_each_other_whether_both_name_their_place_or_one(etcd_endpoint, ends):
     model, content = "m-" + uuid.uuid4().hex[:8], torch.randn(100_000)
@@ -687,7 +697,7 @@ def test_processes_read_from_each_other_whether_both_name_their_place_or_one(etc
 @pytest.mark.parametrize(
     ("transport", "costs", "amplification"),
     [
-        ("auto", None, 1),  # copied, also within one process
+        ("auto", None, 1),  # copied, also within one process  # feature shortcuts
         ("ucx", None, 8),
         ("ucx-tcp", None, 1),
         ("ucx-tcp", NIXL_COSTS, 8),

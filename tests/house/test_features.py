@@ -25,7 +25,7 @@ def test_without_any_one_feature_the_rest_imports_publishes_replicates_and_updat
 
 
 def test_nixl_is_tried_without_the_features_that_stand_around_it():
-    assert [each for each in FEATURES if "ucx" in transports(each)] == ["shortcuts"]
+    assert [each for each in FEATURES if "ucx" in transports(each)] == ["fabrics", "shortcuts"]
 
 
 def test_marks_name_features_and_stand_above_the_core():

@@ -22,11 +22,11 @@ from torch_ros.errors import (
     StoreUnavailable,
     TransferFailed,
 )
+from torch_ros.features.fabrics.ways import part_of  # feature fabrics
 from torch_ros.features.shortcuts.trial import closed_to  # feature shortcuts
 from torch_ros.fleet import seen
 from torch_ros.p2p import rdma
 from torch_ros.p2p.ucx import has_gpu
-from torch_ros.p2p.ways import part_of
 from torch_ros.printable import some
 from torch_ros.protocol.keys import Keys, owner_of, parse_rank, parse_shard, replica_of
 from torch_ros.protocol.legible import readable
@@ -139,8 +139,8 @@ def _closed_to(shard: ShardRecord) -> str | None:
     """The reason for which no process copies out of this one; "": it may; None: nobody tries."""
     try:
         card = Card.decode(shard.card)
-        descriptor = part_of(card.agent, card.mailbox, 0)
-        reason = None
+        descriptor, reason = card.mailbox, None
+        descriptor = part_of(card.agent, descriptor, 0)  # feature fabrics
         reason = closed_to(card.agent, descriptor, card.mailbox_address)  # feature shortcuts
     except (msgspec.MsgspecError, UnicodeDecodeError, TransferFailed):
         return None

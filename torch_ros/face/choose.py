@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+import socket
 import sys
 import threading
 from collections.abc import Sequence
@@ -12,12 +13,13 @@ from importlib import import_module
 from typing import Literal
 
 from torch_ros import environment
+from torch_ros.errors import UsageError
+from torch_ros.features.fabrics import ways  # feature fabrics
 from torch_ros.features.shortcuts.copying import thread_count  # feature shortcuts
 from torch_ros.features.shortcuts.transport import ShortcutTransport  # feature shortcuts
 from torch_ros.memory.transport import MemoryTransport
 from torch_ros.p2p.room import require_files, require_home
 from torch_ros.p2p.transport import CONNECT_S, Transport
-from torch_ros.p2p.ways import DEFAULT_FABRIC, EVERYBODY, WaysTransport, interfaces_for
 from torch_ros.printable import log_of
 
 log: logging.Logger = log_of(__name__)
@@ -31,8 +33,10 @@ REPLICA_CHARS_MAX = 64  # in an agent's name, which has to fit into mailboxes
 class Network:
     """Where a process is, and how it is reached from elsewhere."""
 
-    fabric: str = DEFAULT_FABRIC  # within it UCX takes whatever it finds
+    # feature fabrics {
+    fabric: str = ways.DEFAULT_FABRIC  # within it UCX takes whatever it finds
     wan_devices: Sequence[str] = ()  # for TCP to other fabrics; none: all that there are
+    # } fabrics
     connect_s: float = CONNECT_S  # for a peer's first answer
 
 
@@ -90,11 +94,32 @@ def choose_transport(
             return made
 
         tcp = interfaces_for((), named) if name == "ucx-tcp" else ()
-        ways = [(network.fabric, reaching(tcp, is_copied=name == "auto"))]
-        if network.wan_devices or network.fabric != DEFAULT_FABRIC:
+        transport = reaching(tcp, is_copied=name == "auto")
+        # feature fabrics {
+        reached = [(network.fabric, transport)]
+        if network.wan_devices or network.fabric != ways.DEFAULT_FABRIC:
             wan = interfaces_for(network.wan_devices, named)
             how += f"; TCP beyond fabric {network.fabric!r}, on {', '.join(wan)}"
-            ways.append((EVERYBODY, reaching(wan, is_copied=False)))
+            reached.append((ways.EVERYBODY, reaching(wan, is_copied=False)))
+        transport = ways.WaysTransport(reached)
+        # } fabrics
         undo.pop_all()
     log.info("transport: NIXL over UCX%s (%s)", how, reason)
-    return WaysTransport(ways)
+    return transport
+
+
+def interfaces_for(wanted: Sequence[str], ucx_net_devices: str) -> tuple[str, ...]:
+    """The network interfaces of this host for TCP.
+
+    Args:
+        wanted: The user's choice, if there is one.
+        ucx_net_devices: The value of UCX_NET_DEVICES. Devices that are no interfaces are RDMA's.
+
+    Raises:
+        UsageError: This host lacks one of those wanted.
+    """
+    there = tuple(name for _, name in socket.if_nameindex())
+    if lacking := [name for name in wanted if name not in there]:
+        raise UsageError(f"wan_devices={lacking}: this host has {', '.join(there)}")
+    named = [name for name in ucx_net_devices.split(",") if name in there]
+    return tuple(wanted) or tuple(named) or there

@@ -86,8 +86,8 @@ OPTIONS: Mapping[str, arguments.Check] = {  # of `open`
     "run": _run,
     "bucket": arguments.maybe_text,  # feature fallback
     "datacenter": arguments.text,
-    "fabric": arguments.optional(arguments.text),
-    "wan_devices": arguments.texts,
+    "fabric": arguments.optional(arguments.text),  # feature fabrics
+    "wan_devices": arguments.texts,  # feature fabrics
     "spot": arguments.yes_or_no,
     "installs": arguments.yes_or_no,  # feature installs
     "timeout_s": arguments.seconds,
@@ -120,8 +120,8 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     bucket: str | None = None,  # feature fallback
     retain: Sequence[str | int] = (),  # feature retention
     datacenter: str = DEFAULT_DATACENTER,
-    fabric: str | None = None,
-    wan_devices: Sequence[str] = (),
+    fabric: str | None = None,  # feature fabrics
+    wan_devices: Sequence[str] = (),  # feature fabrics
     spot: bool = False,
     installs: bool = False,  # feature installs
     timeout_s: float = 300.0,
@@ -259,7 +259,8 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     check_policy(policy, seeding)  # feature seeding
     # } following
     endpoint = endpoint or environment.value(environment.ENDPOINT) or DEFAULT_ENDPOINT
-    network = Network(fabric or datacenter, tuple(wan_devices))
+    network = Network()
+    network = Network(fabric or datacenter, tuple(wan_devices))  # feature fabrics
     means = _Means(model, endpoint, timeout_s, way, network, reason, staging_bytes, costs)
     applicant = partial(Applicant, keys=Keys(model), rank=place.rank, world_size=place.world_size)
     applicant = partial(applicant, run=run, datacenter=datacenter, ttl_s=ttl_s, drain_s=drain_s)

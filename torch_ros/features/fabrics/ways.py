@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 from collections.abc import Sequence
 
 import msgspec
 
 from torch_ros.costs import Costs
-from torch_ros.errors import TransferFailed, UsageError
+from torch_ros.errors import TransferFailed
 from torch_ros.p2p.transport import Peer, Registration, Transfer, Transport
 from torch_ros.p2p.voucher import Neighbour
 from torch_ros.printable import log_of
@@ -40,23 +39,6 @@ def chosen(own: Sequence[str], theirs: Sequence[str]) -> tuple[int, int]:
     there = next(shared, len(theirs) - 1)
     here = own.index(theirs[there]) if theirs[there] in own else len(own) - 1
     return here, there
-
-
-def interfaces_for(wanted: Sequence[str], ucx_net_devices: str) -> tuple[str, ...]:
-    """The network interfaces of this host for TCP.
-
-    Args:
-        wanted: The user's choice, if there is one.
-        ucx_net_devices: The value of UCX_NET_DEVICES. Devices that are no interfaces are RDMA's.
-
-    Raises:
-        UsageError: This host lacks one of those wanted.
-    """
-    there = tuple(name for _, name in socket.if_nameindex())
-    if lacking := [name for name in wanted if name not in there]:
-        raise UsageError(f"wan_devices={lacking}: this host has {', '.join(there)}")
-    named = [name for name in ucx_net_devices.split(",") if name in there]
-    return tuple(wanted) or tuple(named) or there
 
 
 class WaysRegistration:

@@ -1,14 +1,12 @@
 """The ways between processes: names decide which one a reader takes, and it stays with it."""
 
-import re
 import signal
-import socket
 
 import pytest
 
-from torch_ros.errors import TransferFailed, UsageError
+from torch_ros.errors import TransferFailed
+from torch_ros.features.fabrics.ways import EVERYBODY, WaysTransport, chosen
 from torch_ros.memory.transport import MemoryTransport
-from torch_ros.p2p.ways import EVERYBODY, WaysTransport, chosen, interfaces_for
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -31,17 +29,6 @@ WEST, EAST, UNNAMED = ("west", EVERYBODY), ("east", EVERYBODY), ("default",)
 def test_a_reader_takes_the_first_way_that_both_have_and_else_the_last(own, theirs, here, there):
     at_home, away = chosen(own, theirs)
     assert (own[at_home], theirs[away]) == (here, there)
-
-
-def test_tcp_has_the_interfaces_that_are_named_by_the_user_or_by_ucx_or_all():
-    there = tuple(name for _, name in socket.if_nameindex())
-    assert "lo" in there
-    assert interfaces_for((), "") == there
-    assert interfaces_for((), "mlx5_0:1") == there, "those are RDMA's"
-    assert interfaces_for((), "mlx5_0:1,lo") == ("lo",)
-    assert interfaces_for(("lo",), "eth0") == ("lo",)
-    with pytest.raises(UsageError, match=re.escape(f"['nosuch']: this host has {there[0]}")):
-        interfaces_for(("lo", "nosuch"), "")
 
 
 def test_who_shows_no_ways_or_too_few_of_them_is_a_failed_transfer():
@@ -72,7 +59,7 @@ def test_no_other_way_is_taken_when_one_fails():
 # Two ways, of which the second is TCP over loopback.
 BOTH = """
 from torch_ros.costs import NIXL_COSTS, TCP_COSTS
-from torch_ros.p2p.ways import EVERYBODY, WaysTransport
+from torch_ros.features.fabrics.ways import EVERYBODY, WaysTransport
 import logging
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 
