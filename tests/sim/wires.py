@@ -29,6 +29,8 @@ ABSENT = "it is gone"
 class Wire:
     """A process's endpoint."""
 
+    is_copied_from = False
+
     def __init__(self, world, process, replica: str) -> None:
         self.world, self.process = world, process
         self.agent = f"agent-{process.number}"
