@@ -187,12 +187,12 @@ def totals(
     parts: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], int]] = {}
     whole: dict[str, tuple[int, ...]] = {}
     for layout, digests in zip(layouts, chunks, strict=True):
-        mine = [record for record in layout.tensors if record.fqn not in whole]
-        known = {record.fqn for record in layout.tensors} - {record.fqn for record in mine}
-        whole |= {record.fqn: record.shape for record in mine}
+        on_lower = {record.fqn for record in layout.tensors if record.fqn in whole}
+        for record in layout.tensors:
+            whole.setdefault(record.fqn, record.shape)
         for chunk, found in zip(layout.chunks, digests, strict=True):
             record = layout.tensors[chunk.tensor]
-            if record.dtype == OBJECT and record.fqn in known:
+            if record.dtype == OBJECT and record.fqn in on_lower:
                 continue
             of_tensor = parts.setdefault(record.fqn, {})
             of_tensor.setdefault((chunk.offsets, chunk.sizes), found)
@@ -264,37 +264,41 @@ def _dot_on_device(content: torch.Tensor, weights: UInts) -> UInts:
 def _parts(
     content: torch.Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]
 ) -> Iterator[tuple[torch.Tensor, list[range], UInts]]:
-    """A chunk in up to three parts: cut where whole segments begin and end.
+    """A chunk in up to three parts, each with the same places of all its segments.
 
-    A part has the same elements of each of its segments: content, first in the dimensions of the
-    axes, then in those of the weights; axes, whose sums are the numbers of the segments; weights.
+    A part is content, in the dimensions of the axes, then of the weights; axes, whose sums are the
+    numbers of the segments; weights. In words, bf16 [4, 2000] is [4, 1000]: a row has segments of
+    256, 256, 256 and 232. Rows 2 and 3 of it, words 100 to 899, so are the parts
+
+        [2, 1, 156]  range(8, 16, 4), range(0, 1)  weights[100:256]   an end of segments 8 and 12
+        [2, 2, 256]  range(8, 16, 4), range(1, 3)  weights[0:256]     all of 9, 10, 13 and 14
+        [2, 1, 132]  range(8, 16, 4), range(3, 4)  weights[0:132]     a beginning of 11 and 15
     """
     unit_bytes = content.element_size()
     dim, period = _period(shape, unit_bytes)
-
     inner = shape[dim + 1 :]
     weights = _weights(unit_bytes)[: period * prod(inner)].reshape(period, *inner)
 
-    per_index = -(-shape[dim] // period)  # segments
+    step = -(-shape[dim] // period)  # segments per index of the dimension outside
     axes: list[range] = []
     for outer in reversed(range(dim)):
         first, size = offsets[outer], content.shape[outer]
-        axes.insert(0, range(first * per_index, (first + size) * per_index, per_index))
-        per_index *= shape[outer]
+        axes.insert(0, range(first * step, (first + size) * step, step))
+        step *= shape[outer]
 
     spans = [slice(first, first + size) for first, size in zip(offsets, content.shape, strict=True)]
     start, end = spans[dim].start, spans[dim].stop
-    first = min(-(-start // period) * period, end)
-    last = max(end // period * period, first)
-    for low, high in pairwise((start, first, last, end)):
+    whole = min(-(-start // period) * period, end)  # from here on, segments are whole
+    rest = max(end // period * period, whole)  # up to here
+    for low, high in pairwise((start, whole, rest, end)):
         if low == high:
             continue
         width = min(period, high - low)
-        count, phase = (high - low) // width, low % period
+        count, place = (high - low) // width, low % period
         yield (
             torch.unflatten(content.narrow(dim, low - start, high - low), dim, (count, width)),
             [*axes, range(low // period, low // period + count)],
-            weights[slice(phase, phase + width), *spans[dim + 1 :]],
+            weights[slice(place, place + width), *spans[dim + 1 :]],
         )
 
 
@@ -318,9 +322,9 @@ def _in_segments(elements: UInts, shape: tuple[int, ...], item_bytes: int) -> tu
     inner = prod(shape[dim + 1 :])
     run = period * inner  # units of a whole segment
     if dim == 0 or shape[dim] % period == 0:
-        segments = elements // run
+        segments = elements // run  # all are whole, but perhaps the last one
         return segments, elements - segments * run
-    row = elements // (shape[dim] * inner)
+    row = elements // (shape[dim] * inner)  # each row's last segment is shorter than the others
     elements = elements - row * (shape[dim] * inner)
     segments = elements // run
     return row * -(-shape[dim] // period) + segments, elements - segments * run
@@ -339,7 +343,7 @@ def _units(
     if item_bytes >= 4:
         words = chunk.unsqueeze(-1).view(torch.int32)
         return words, (*shape, item_bytes // 4), (*offsets, 0)
-    packed = 4 // item_bytes
+    packed = 4 // item_bytes  # in a word, if each row of the chunk and of the tensor is words
     lengths = (shape[-1], offsets[-1], chunk.shape[-1], chunk.storage_offset())
     if chunk.stride(-1) != 1 or any(n % packed for n in (*lengths, *chunk.stride()[:-1])):
         return chunk.view(_UNITS[item_bytes]), shape, offsets

@@ -116,8 +116,7 @@ class Blocks:
     def bytes_before(self, position: int) -> int:
         """The bytes of the first `position` blocks."""
         blocks = np.clip(position - self.starts, 0, self.counts)
-        cut = np.minimum(blocks * BLOCK_BYTES, self.sizes)
-        return int(np.where(blocks == self.counts, self.sizes, cut).sum())
+        return int(np.where(blocks == self.counts, self.sizes, blocks * BLOCK_BYTES).sum())
 
     @property
     def total(self) -> int:
@@ -324,18 +323,15 @@ def _logical(layouts: tuple[Layout, ...]) -> Logical:
         for record in layout.tensors:
             mine = LogicalTensor(record.dtype, record.shape)
             known = union.setdefault(record.fqn, mine)
-            if known != mine and not known.dtype == mine.dtype == OBJECT:
-                first = next(
-                    number
-                    for number, other in enumerate(layouts)
-                    if any(tensor.fqn == record.fqn for tensor in other.tensors)
-                )
-                raise ManifestMismatch(
-                    f"tensor {record.fqn!r}",
-                    f"{known.dtype} {list(known.shape)} as on rank {first}",
-                    f"{mine.dtype} {list(mine.shape)} on rank {rank}",
-                    "all ranks must hold parts of the same tensors",
-                )
+            if known == mine or known.dtype == mine.dtype == OBJECT:
+                continue
+            has_it = (any(one.fqn == record.fqn for one in other.tensors) for other in layouts)
+            raise ManifestMismatch(
+                f"tensor {record.fqn!r}",
+                f"{known.dtype} {list(known.shape)} as on rank {list(has_it).index(True)}",
+                f"{mine.dtype} {list(mine.shape)} on rank {rank}",
+                "all ranks must hold parts of the same tensors",
+            )
     return union
 
 
@@ -347,6 +343,7 @@ def _digest(content: bytes) -> str:
 
 
 def _padded(rows: Sequence[tuple[int, ...]], width: int, fill: int) -> Ints:
+    """Rows of different lengths as one array, with `fill` behind the shorter ones."""
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     padded = np.full((len(rows), width), fill, np.int64)
     flat = np.fromiter(chain.from_iterable(rows), np.int64, int(lengths.sum()))
@@ -381,6 +378,7 @@ def _check(layout: Layout) -> Ints:
     items = np.fromiter((item_bytes(record.dtype) for record in tensors), np.int64, len(tensors))
     objects = np.fromiter((record.dtype == OBJECT for record in tensors), np.bool_, len(tensors))
     shapes = _padded([record.shape for record in tensors], int(dimensions.max(initial=0)), 1)
+    # Limits are compared as floating point, which does not wrap.
     volumes = np.maximum(shapes, 1).astype(np.float64).prod(1)
     _require(volumes * items < _ELEMENTS_MAX, "tensor", "more bytes than there can be")
     _require(~objects | (dimensions == 1), "tensor", "an object has one dimension, its bytes")

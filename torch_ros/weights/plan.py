@@ -86,7 +86,7 @@ class ReadPlan:
             keys[:, 1] = np.concatenate([*devices, np.empty(0, np.int64)])[sources]
         if target_devices is not None:
             keys[:, 2] = np.asarray(target_devices, np.int64)[direct.target_chunk]
-        order = np.lexsort(keys.T[::-1])
+        order = np.lexsort(keys.T[::-1])  # stable: each route keeps the order of `direct`
         starts = group_starts(*keys[order].T)
         parts = np.split(spans[order], starts[1:]) if len(spans) else []
         routes = keys[order][starts].tolist()
@@ -137,7 +137,10 @@ def plan(
 
 
 def _runs(strided: Strided) -> Ints:
-    """The number of contiguous runs along each dimension; 1 for a dimension inside a run."""
+    """The number of contiguous runs along each dimension; 1 for a dimension inside a run.
+
+    Of 4 rows of 6, contiguous in the target: 4 and 1 if the source's rows are longer, else 1 and 1.
+    """
     counts = strided.sizes.copy()
     run = np.ones(len(counts), np.int64)
     for dim in reversed(range(counts.shape[1])):

@@ -43,13 +43,19 @@ class RowCut(Columns):
 
 
 def cheapest_cut(strided: Strided, useful_bytes: Ints, staging_bytes: int, costs: Costs) -> RowCut:
+    """For each piece, try each dimension: the cut of which the reads and copies take least.
+
+    4 columns of a matrix [1000, 16], in a buffer for 1,000 elements: spans of 63 rows, cut along
+    dimension 0, are 16 that read 12 elements between two rows in vain; cut along dimension 1, they
+    are 1,000 of 4 elements.
+    """
     sizes, strides = strided.sizes, strided.source_strides
     item_bytes = strided.item_bytes[:, None]
     inner = 1 + sum_after((sizes - 1) * strides)  # elements that one index of the dimension spans
-    room = staging_bytes // item_bytes - inner
+    room = staging_bytes // item_bytes - inner  # for further indices
     group = np.clip(room // np.maximum(strides, 1) + 1, 1, sizes)
     parts = -(-sizes // group)
-    outside = sizes.cumprod(1) // sizes
+    outside = sizes.cumprod(1) // sizes  # indices of all dimensions outside together
     read = outside * ((sizes - parts) * strides + parts * inner)
     seconds = costs.staged_s(outside * parts, read * item_bytes, useful_bytes[:, None])
     seconds[room < 0] = np.inf
@@ -59,15 +65,17 @@ def cheapest_cut(strided: Strided, useful_bytes: Ints, staging_bytes: int, costs
 
 
 def staged_copies(strided: Strided, cut: RowCut) -> tuple[StagedCopy, ...]:
+    """A copy for each span of each piece: by one index outside the cut, all that is inside it."""
     dims, dim = np.arange(strided.sizes.shape[1]), cut.dim[:, None]
     group = np.where(dims == dim, cut.group[:, None], 1)
-    counts = np.where(dims > dim, 1, -(-strided.sizes // group))
+    counts = np.where(dims > dim, 1, -(-strided.sizes // group))  # of spans along each dimension
     owner, ordinal = numbered(counts.prod(1))
     source_offset, target_offset = part_offsets(strided, counts, group, owner, ordinal)
 
     shape = np.where(dims < dim, 1, strided.sizes)[owner]
     row, at = np.arange(len(owner)), cut.dim[owner]
-    # No later dimension is counted, so the index of this one changes fastest.
+    # The last span has what is left of the dimension; its index changes fastest, as none inside it
+    # is counted.
     passed = ordinal % counts[owner, at] * cut.group[owner]
     shape[row, at] = np.minimum(cut.group[owner], shape[row, at] - passed)
     strides = strided.source_strides[owner]

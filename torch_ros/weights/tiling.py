@@ -111,6 +111,7 @@ def _renamed(fqn: str, version: Mapping[str, LogicalTensor]) -> str:
 
 
 def _chunks(layouts: Sequence[Layout], targets: Layout, width: int) -> Chunks:
+    """The chunks of the target's tensors, rank after rank, padded to `width` dimensions."""
     numbers = {record.fqn: number for number, record in enumerate(targets.tensors)}
     items = np.array([item_bytes(record.dtype) for record in targets.tensors], np.int64)
     ranks = []
@@ -165,6 +166,7 @@ def _one_of_equals(chunks: Chunks, target_rank: int) -> Chunks:
 
 
 def _intersections(offered: Chunks, wanted: Chunks) -> Pieces:
+    """What each target chunk has in common with the source chunks, sorted by tensor, of its own."""
     counts = np.bincount(offered.tensor, minlength=int(wanted.tensor.max(initial=-1)) + 1)
     target, ordinal = numbered(counts[wanted.tensor])
     source = sum_before(counts)[wanted.tensor[target]] + ordinal
@@ -183,6 +185,9 @@ def untiled(wanted: Chunks, pieces: Pieces) -> Ints:
     Each corner of a box has a sign: along each dimension 1 for the lower end, -1 for the upper. The
     signs of a box determine it, and add up. Therefore pieces add up to the target, each element
     once, if and only if their corners do. No chunk is empty, and each piece is inside its own.
+
+    [0, 4) and [4, 9) have the corners 0, -4, 4, -9, which add up to those of [0, 9): 0 and -9. Here
+    the target's are subtracted, so that a sum that is left tells.
     """
     count = len(wanted.tensor)
     target = np.concatenate([pieces.target, np.arange(count)])
@@ -196,6 +201,7 @@ def untiled(wanted: Chunks, pieces: Pieces) -> Ints:
     tells = np.zeros(wanted.sizes.shape, np.bool_)
     tells[target[rows], dims] = True
 
+    # Boxes become corners, a dimension at a time; `position` numbers a corner, row-major.
     box, position = np.arange(len(target)), np.zeros(len(target), np.int64)
     for dim in range(wanted.sizes.shape[1]):
         owner = target[box]
@@ -256,7 +262,7 @@ def _common(box: Box, other: Box) -> Box | None:
 
 
 def _without(box: Box, hole: Box) -> Iterator[Box]:
-    """The rest of a box around a hole, in disjoint boxes."""
+    """The rest of a box around a hole: per dimension what lies before it, and what behind it."""
     common = _common(box, hole)
     if common is None:
         yield box
@@ -316,7 +322,10 @@ def strided_pieces(offered: Chunks, wanted: Chunks, pieces: Pieces) -> Strided:
 def part_offsets(
     strided: Strided, counts: Ints, step: Ints, owner: Ints, ordinal: Ints
 ) -> tuple[Ints, Ints]:
-    """Return both offsets of the `ordinal`-th of the owner's ``counts.prod()`` parts."""
+    """Both offsets at which parts of pieces begin: of each, its owner and its row-major number.
+
+    A piece has `counts` parts along each dimension, each `step` indices behind the one before.
+    """
     source, target = strided.source_offset[owner], strided.target_offset[owner]
     for dim in reversed(range(counts.shape[1])):
         if (counts[:, dim] == 1).all():
