@@ -132,14 +132,12 @@ class NixlRegistration:
 
 
 class NixlTransfer:
-    targets: AbstractSet[NixlRegistration]
-    size_bytes: int
-
     def __init__(
         self, link: _Link, handle: int, size_bytes: int, targets: AbstractSet[NixlRegistration]
     ) -> None:
         self._link, self._handle = link, handle
-        self.size_bytes, self.targets = size_bytes, targets
+        self.size_bytes: int = size_bytes
+        self.targets: AbstractSet[NixlRegistration] = targets
         self.ways: tuple[tuple[str, int]] = ((link.transport.way, size_bytes),)
         self._state: Literal["idle", "in flight", "done", "released"] = "idle"
         self.posted_s: float = 0.0

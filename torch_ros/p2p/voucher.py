@@ -130,11 +130,9 @@ class Neighbour:
         Unproven: There is no such process, or it is not one to be read from.
     """
 
-    agent: str
-    process: Process
-
     def __init__(self, agent: str, process: Process) -> None:
-        self.agent, self.process = agent, process
+        self.agent: str = agent
+        self.process: Process = process
         self._lock = threading.Lock()
         self._known: tuple[_File, frozenset[bytes]] | None = None
         try:

@@ -3,11 +3,11 @@
 The blocks of a batch are read from one source, and begin to count together.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from torch_ros.p2p.transport import Transfer
@@ -47,16 +47,6 @@ class Batch:
         return sum(transfer.size_bytes for transfer in (*self.transfers, *staged))
 
 
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """Where the chunks of a plan lie, as `ReadPlan.bind` wants it: the same for all batches."""
-
-    source_addresses: Sequence[npt.NDArray[np.uint64]]
-    target_addresses: npt.NDArray[np.uint64]
-    source_devices: Sequence[Ints]
-    target_devices: Ints
-
-
 def close_batches(batches: Sequence[Batch]) -> None:
     direct = [transfer for batch in batches for transfer in batch.transfers]
     groups = [group for batch in batches for group in batch.staged]
@@ -80,6 +70,7 @@ class Preparation:
             leaders[start : start + target.counts[chunk]] = start
         leaders = leaders[missing]
         sizes = _block_bytes(target, self._memory)[missing]
+        # Each source in turn has as many blocks as make a batch.
         turns = _as_one(sum_before(sizes) // BATCH_BYTES % len(supplies), leaders)
         batches: list[Batch] = []
         try:
@@ -95,59 +86,44 @@ class Preparation:
     def _from_one(
         self, index: int, supply: Supply, missing: Ints, leaders: Ints
     ) -> Iterator[Batch]:
-        target, plan, feed = self._target, supply.plan, supply.feed
-        direct, block = _by_block(plan.direct, target)
-        staged = plan.staged
-        is_near = self._peers.is_near([state.agent for state in feed.states])
-        most = BATCH_BYTES if is_near else STEP_BYTES
-        places = self._places(feed)
+        target, feed, staged = self._target, supply.feed, supply.plan.staged
+        direct, block = _by_block(supply.plan.direct, target)
+        chunk_of_piece = np.array([piece.target_chunk for piece in staged], np.int64)
+        # What is read for a block; a piece counts for the first block of its chunk.
         bytes_of = np.zeros(target.total, np.int64)
         np.add.at(bytes_of, block, direct.size_bytes)
-        chunk_of_piece = np.array([piece.target_chunk for piece in staged], np.int64)
         np.add.at(bytes_of, target.starts[chunk_of_piece], [piece.size_bytes for piece in staged])
-        numbers = np.full(target.total, -1, np.int64)
-        numbers[missing] = _as_one(sum_before(bytes_of[missing]) // most, leaders)
-        # Both are sorted by target chunk, so each batch is a slice of the missing blocks.
-        spans = np.flatnonzero(numbers[block] >= 0)
-        span_numbers = numbers[block[spans]]
-        number_of_chunk = np.maximum.reduceat(numbers, target.starts)
-        is_partly_there = np.minimum.reduceat(numbers, target.starts) < 0
-        rows = np.flatnonzero(number_of_chunk[chunk_of_piece] >= 0)
-        piece_numbers = number_of_chunk[chunk_of_piece[rows]]
-        for number in distinct(numbers[missing]).tolist():
-            mine = spans[slice(*np.searchsorted(span_numbers, [number, number + 1]))]
-            some = rows[slice(*np.searchsorted(piece_numbers, [number, number + 1]))]
-            only = direct.take(mine)
-            pieces = [staged[row] for row in some.tolist()]
-            transfers = self._direct(replace(plan, direct=only, staged=()), feed, places)
+        is_near = self._peers.is_near([state.agent for state in feed.states])
+        most = BATCH_BYTES if is_near else STEP_BYTES
+        batch_of = np.full(target.total, -1, np.int64)  # -1: this block is not read
+        batch_of[missing] = _as_one(sum_before(bytes_of[missing]) // most, leaders)
+        # The blocks of a chunk with pieces are in one batch, as far as they are missing.
+        batch_of_piece = np.maximum.reduceat(batch_of, target.starts)[chunk_of_piece]
+        is_partly_there = np.minimum.reduceat(batch_of, target.starts)[chunk_of_piece] < 0
+        spans_in, pieces_in = _rows_by(batch_of[block]), _rows_by(batch_of_piece)
+        bound = self._binding(feed)
+        for number in distinct(batch_of[missing]).tolist():
+            only, rows = direct.take(spans_in(number)), pieces_in(number)
+            pieces = [staged[row] for row in rows.tolist()]
             yield Batch(
                 index,
-                missing[numbers[missing] == number],
+                missing[batch_of[missing] == number],
                 _needs(feed, only, pieces),
-                transfers,
+                self._along(bound(replace(supply.plan, direct=only, staged=())), feed),
                 self._groups(pieces, feed),
-                bool(is_partly_there[chunk_of_piece[some]].any()),
+                bool(is_partly_there[rows].any()),
             )
 
-    def _places(self, feed: Feed) -> _Places:
+    def _binding(self, feed: Feed) -> Callable[[ReadPlan], Mapping[Route, Spans]]:
+        """Binds plans to where the chunks lie, which is the same for all batches."""
         manifests, memory = [manifest for _, manifest in feed.manifests], self._memory
-        return _Places(
-            [np.array(manifest.addresses, np.uint64) for manifest in manifests],
-            np.array([chunk.data_ptr() for chunk in memory], np.uint64),
-            [np.array(manifest.devices, np.int64) for manifest in manifests],
-            np.array([chunk.get_device() for chunk in memory], np.int64),
+        return partial(
+            ReadPlan.bind,
+            source_addresses=[np.array(each.addresses, np.uint64) for each in manifests],
+            target_addresses=np.array([chunk.data_ptr() for chunk in memory], np.uint64),
+            source_devices=[np.array(each.devices, np.int64) for each in manifests],
+            target_devices=np.array([chunk.get_device() for chunk in memory], np.int64),
         )
-
-    def _direct(self, plan: ReadPlan, feed: Feed, at: _Places) -> list[Transfer]:
-        if not plan.span_count:
-            return []
-        routes = plan.bind(
-            at.source_addresses,
-            at.target_addresses,
-            source_devices=at.source_devices,
-            target_devices=at.target_devices,
-        )
-        return self._along(routes, feed)
 
     def _groups(self, pieces: Sequence[StagedCopy], feed: Feed) -> list[StagedGroup]:
         manifests = [manifest for _, manifest in feed.manifests]
@@ -166,6 +142,13 @@ class Preparation:
                 target_device=route.target_device,
             )
         return self._prepared[first:]
+
+
+def _rows_by(numbers: Ints) -> Callable[[int], Ints]:
+    """Finds the rows that have a number. Numbers rise from row to row, but for -1, in between."""
+    rows = np.flatnonzero(numbers >= 0)
+    rising = numbers[rows]
+    return lambda number: rows[slice(*np.searchsorted(rising, [number, number + 1]))]
 
 
 def _as_one(values: Ints, leaders: Ints) -> Ints:

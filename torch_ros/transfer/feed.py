@@ -59,13 +59,11 @@ class Arrivals:
 class Progress(Arrivals):
     """Arrivals, and the word that tells them to this rank's readers."""
 
-    target: LocalState
-    mark: int
-
     def __init__(self, mailbox: Mailbox, target: LocalState) -> None:
         super().__init__(target.layout.blocks.total)
-        self._mailbox, self.target, self.mark = mailbox, target, 0
-        self._is_hushed = False
+        self._mailbox, self._is_hushed = mailbox, False
+        self.target: LocalState = target
+        self.mark: int = 0
         self.tell_rate(0)
         self.is_unproven = False  # it was filled from what was there, and nobody has compared it
 
@@ -168,7 +166,11 @@ def connect(peers: Peers, cards: Sequence[bytes], source: FeedSource, deadline: 
 def _attend(
     peers: Peers, card: bytes, rank: int, source: FeedSource, deadline: Deadline
 ) -> PeerState:
-    """Return what a rank shows as soon as it serves the source's content."""
+    """What a rank shows as soon as it serves the source's content.
+
+    Three waits, each with an end of its own: for an answer, for a mailbox that fits its digest, and
+    for a relay to begin.
+    """
     replica, mark = source.replica, source.mark
     silence = SourceWait(replica, deadline, source.is_there, source.has_other)
     torn = SourceWait(replica, deadline, source.is_there)
@@ -244,13 +246,12 @@ class Following:
     After `limit_s` without an answer another source is better.
     """
 
-    feed: Feed
-
     def __init__(
         self, peers: Peers, supply: Supply, progress: Arrivals, deadline: Deadline, limit_s: float
     ) -> None:
         self._peers, self._progress, self._deadline = peers, progress, deadline
-        self.feed, self._bytes_total = supply.feed, supply.plan.bytes_read
+        self.feed: Feed = supply.feed
+        self._bytes_total = supply.plan.bytes_read
         source = supply.feed.source
         self.is_near: bool = peers.is_near([state.agent for state in supply.feed.states])
         there, is_eager = source.is_there, not self.is_near

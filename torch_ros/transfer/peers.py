@@ -69,10 +69,8 @@ class _Question:
         self.is_late = False
         try:
             perform([self.transfer], deadline, Watcher(still), pause_s=0.0)
-        except TransferFailed:
-            raise
-        except TorchRosError:
-            self.is_late = True
+        except TorchRosError as error:
+            self.is_late = not isinstance(error, TransferFailed)  # which has ended it
             raise
         return self.buffer.tobytes()
 
@@ -297,13 +295,10 @@ class Peers:
         except SourceLost:
             self.forget(agent)
             raise
-        except TransferFailed:
-            self._mailboxes.pop(key).close()
-            raise
-        except TorchRosError:  # an answer may still come: into memory that nothing else uses
-            raise
-        except BaseException:
-            self._mailboxes.pop(key).close()
+        except BaseException as error:
+            # After a deadline the answer may still come: into memory that nothing else uses.
+            if isinstance(error, TransferFailed) or not isinstance(error, TorchRosError):
+                self._mailboxes.pop(key).close()
             raise
 
     def _manifest(

@@ -71,9 +71,7 @@ def perform(
         done = [transfer for transfer in flying if transfer.is_done()]
         if done:
             came_s = time.monotonic()
-        for transfer in done:
-            flying.remove(transfer)
-        if done:
+            flying = [transfer for transfer in flying if transfer not in done]
             landed = sum(transfer.size_bytes for transfer in done)
             left, on_way = left - landed, on_way - landed
             watcher.landed(done)
@@ -113,6 +111,7 @@ def joined(spans: Spans) -> Spans:
 
     A joined span stands where the first of its spans stood.
     """
+    # Spans that touch on both sides are as far from source to target, and so stand together here.
     order = np.lexsort((spans[:, 0], spans[:, 1] - spans[:, 0]))
     source, target, size = spans[order].T
     touches = (source[:-1] + size[:-1] == source[1:]) & (target[:-1] + size[:-1] == target[1:])

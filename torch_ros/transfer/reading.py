@@ -344,6 +344,7 @@ class ReadPass(Watcher):
 def _in_turns(batches: Sequence[Batch]) -> list[Transfer]:
     """Return their transfers. Neighbouring batches of different sources take turns."""
     transfers: list[Transfer] = []
+    # Sources 0, 1, 2, 0, 1 are two groups: in each, the next batch is of the next source.
     for _, some in groupby(enumerate(batches), lambda each: each[0] - each[1].supply):
         rows = zip_longest(*(batch.transfers for _, batch in some))
         transfers += [each for row in rows for each in row if each is not None]

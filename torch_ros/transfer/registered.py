@@ -162,6 +162,7 @@ class LocalState:
         """
         starts, sizes = np.array([span_of(tensor) for tensor in self.memory]).reshape(-1, 2).T
         sizes[list(self.ties)] = 0
+        # In order of address, a group ends where the next chunk begins behind all of it.
         order = np.lexsort((sizes, starts))
         reach = np.maximum.accumulate((starts + sizes)[order])
         is_apart = starts[order][1:] >= reach[:-1]

@@ -39,10 +39,9 @@ class StagedGroup:
 class Staging:
     """The staging buffers of a process, kept until `close`."""
 
-    size_bytes: int
-
     def __init__(self, transport: Transport, size_bytes: int, pages: Pages) -> None:
-        self._transport, self.size_bytes, self._pages = transport, size_bytes, pages
+        self._transport, self._pages = transport, pages
+        self.size_bytes: int = size_bytes
         self._buffers: dict[torch.device, tuple[torch.Tensor, Registration]] = {}
 
     @property
