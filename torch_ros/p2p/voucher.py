@@ -174,6 +174,7 @@ class Neighbour:
                 os.close(folder)
 
     def _read(self, at: str) -> tuple[_File, frozenset[bytes]]:
+        """Look whether the file is one that only this process can have made, and what it says."""
         pid = self.process.pid
         # To open something else than a file may block, or do something; to find it does not.
         found = os.open(at, os.O_PATH | os.O_CLOEXEC, dir_fd=self.folder)
@@ -205,8 +206,7 @@ class Neighbour:
         except (msgspec.DecodeError, ValueError) as error:
             raise Unproven(f"the voucher of process {pid} is none of this release") from error
         started = started_at(self.read("stat"))
-        found_is, should_be = (said.agent, said.pid, said.started), (self.agent, pid, started)
-        if found_is != should_be:
+        if (said.agent, said.pid, said.started) != (self.agent, pid, started):
             raise Unproven(
                 f"process {pid} shows a voucher of agent {said.agent}, process {said.pid}, begun at"
                 f" {said.started}; expected agent {self.agent}, process {pid}, begun at {started}"
