@@ -60,8 +60,7 @@ class Group(Seating):
         An exception that it raises ends the call for all ranks. Whatever becomes of it, the call
         has used up one number: on ranks that are cut off from etcd as on those that are not.
 
-        Raises:
-            Missed: The group has unpublished instead; begin anew what this call is a part of.
+        Raises: Missed: The group has unpublished instead; begin anew what this call is a part of.
         """
         call: GroupCall | None = None
         with self._calling:
@@ -118,11 +117,9 @@ class Group(Seating):
     def _begun(self, call: GroupCall | None, task: GroupTask[T]) -> tuple[GroupCall, bool]:
         """The call, begun from this rank's seat; or, and False, to be made without one.
 
-        Args:
-            call: As it was made before; None: not yet.
+        It is `call`, made again, or the next one, under the number of its peers.
 
-        Raises:
-            SeatLost: This rank has none, and nothing does its part without.
+        Raises: SeatLost: This rank has none, and nothing does its part without.
         """
         patience = Patience(is_unpublish=task.kind == "unpublish", store_wait_s=task.store_wait_s)
         try:
@@ -157,12 +154,15 @@ class Group(Seating):
         return GroupCall(self, number, kind, asked, deadline)
 
     def pass_over(self, kind: Kind, asked: Asked, deadline: Deadline) -> None:
-        """Use up the number of a call that this rank has no seat to begin."""
+        """Use up the number of a call that this rank has no seat to begin, as its peers do."""
         if kind != "unpublish":  # `forget` counts those
             self.ledger.gave_up(self._unbegun(kind, asked, deadline))
 
     def catch_up(self, deadline: Deadline, patience: Patience | None = None) -> None:
-        """Learn how a call ended that etcd's absence left open, as the peers have long known."""
+        """Learn, or make, the end of a call that etcd's absence left open: no call may come before.
+
+        Without it, the next call would be made from what this rank only believes to hold.
+        """
         if (call := self.ledger.unfinished) is not None and call.has_ended:
             self.ledger.unfinished = None  # Ctrl-C came when its end had been learned
         elif call is not None:

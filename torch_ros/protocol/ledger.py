@@ -108,12 +108,14 @@ class Attempt(ABC):
         return self.life is CallLife.ENDED
 
     def brings(self, ref: VersionRef | None) -> None:
-        """Note what it is decided to bring; not, then, what an earlier decision would have."""
+        """Note what it is decided to bring: if that is another version, decided anew, the group
+        cannot hold because of it what this rank was ready for before.
+        """
         if self.may_hold and ref != self.may_hold.ref:
             self.become(CallEvent.CHANGED)
 
     def may_end_well(self, call: Call, value: str, layout: str) -> None:
-        """Note that from here on it may, also by a peer, without this rank hearing of it.
+        """Note, before this rank says that it is ready: a peer may end it, and this not hear of it.
 
         Args:
             layout: The layout that the ranks have every element of; "": this rank does not know.
@@ -124,8 +126,7 @@ class Attempt(ABC):
     @property
     def abandoned(self) -> Failure:
         """How it ends for the peers when this rank does not wait for it."""
-        seat = self.seat
-        return self.failure_of(CutOff(seat.replica, self.number, seat.rank))
+        return self.failure_of(CutOff(self.seat.replica, self.number, self.seat.rank))
 
     def failure_of(self, error: BaseException) -> Failure:
         seat = self.seat
@@ -137,7 +138,7 @@ class Attempt(ABC):
 
 
 class Carrier(Protocol):
-    """A feature's say about the replica, as this rank knows it. Asked and told under the lock."""
+    """What a feature says of the replica, as this rank knows it. Asked and told under the lock."""
 
     @property
     def carried(self) -> Mapping[str, Carried]:
@@ -176,18 +177,16 @@ class Ledger:
         self.told: Asked | None = None
         """The last call of its caller whose failure this rank was told, without a part in it."""
         self.skip: Callable[[Callable[[], None]], None] = lambda learn: learn()
-        """Called when this rank skips a call: clears the word, learns the end by what it is given,
-        and sets the word again if this rank still holds something."""
+        """Called when this rank skips a call: clears the word, calls `learn`, and sets the word
+        again if this rank still holds something."""
         self.left_over: tuple[Range, ...] = ()
         """Where this rank may still have records of calls that failed."""
-        self._changes = 0  # of what it brings along, while it had no seat
+        self.changes = 0  # of what it brings along, while it had no seat
         self._given_up: tuple[Kind, Asked] | None = None
         """The last call, if it was given up and had done nothing."""
         self._ends: dict[str, tuple[Outcome, str]] = {}
         """The last good ends with answers, by those, and what this rank said in each."""
         self._sight: tuple[Seat, View] | None = None  # read before a call, for its decision
-
-    # Its standing
 
     @property
     def is_closed(self) -> bool:
@@ -210,7 +209,10 @@ class Ledger:
         self.standing, self._given_up = Standing.of(lost), None
 
     def brought(self, shard: ShardRecord) -> tuple[ShardRecord, int]:
-        """The shard record of a rank that comes back, and the state of the ledger that it tells."""
+        """The shard record of a rank that comes back, with all that it knows; and its `changes`.
+
+        If these grow before it has its seat, it has told its peers too little.
+        """
         with self.lock:
             # A call whose end is known is not under way, though it may not have returned yet.
             under_way = self.pending if self.pending > self.calls_made else 0
@@ -224,25 +226,20 @@ class Ledger:
                 ready=self.unfinished.ready if self.unfinished else None,
                 answer=self.unfinished.value if self.unfinished and self.unfinished.ready else "",
             )
-            return told, self._changes
-
-    def has_changed(self, since: int) -> bool:
-        return self._changes != since
+            return told, self.changes
 
     def regain(self, seat: Seat) -> None:
         """The seat is taken again. The caller has the lock."""
         self.seat, self.standing = seat, Standing()
 
-    # The version that this rank holds
-
     @property
     def holds(self) -> Kept | None:
-        """The version that this replica may be a source of, for all that this rank knows."""
+        """The version that this replica holds; or may, by a call that this rank was ready for."""
         return self.held or (self.unfinished.may_hold if self.unfinished else None)
 
     @property
     def not_waited_for(self) -> VersionRef | None:
-        """The version that all ranks unpublish before they go on, whatever became of it."""
+        """The version shown without etcd: all ranks unpublish it, whatever became of that call."""
         ready = self.unfinished.ready if self.unfinished else None
         return ready.ref if ready else None
 
@@ -250,7 +247,8 @@ class Ledger:
         """Note how a call ended, in which this rank said `value`.
 
         Raises:
-            SeatLost: The seat is lost, and with it the end, which it finds among what peers know.
+            SeatLost: That seat is lost, and peers may have been told that this rank does not know
+                the end. What all know together says it, when the seat is taken again.
         """
         with self.lock:
             self.check_still(seat)
@@ -278,10 +276,10 @@ class Ledger:
 
     def changed(self) -> None:
         """This rank carries something new, by no call. The caller has the lock."""
-        self._changes += self.standing.state != "seated"
+        self.changes += self.standing.state != "seated"
 
     def check_still(self, seat: Seat) -> None:
-        """Raises: SeatLost: That seat is lost, and this rank may have told its peers what it knew.
+        """Raises: SeatLost: That seat is lost: what this rank learns now, peers may not be told.
 
         The caller has the lock.
         """
@@ -292,7 +290,7 @@ class Ledger:
             raise SeatLost(seat.replica, "its seat was lost meanwhile")
 
     def made(self, call: Attempt | None) -> None:
-        """Note that the call under way has returned, or was not begun."""
+        """Note that the call under way has returned, its end known or not; None: none was begun."""
         with self.lock:
             if call is not None and call.life not in life.NUMBER_IS_FREE:
                 self.calls_made = max(self.calls_made, call.number)
@@ -300,10 +298,8 @@ class Ledger:
                     self.unfinished = call
             self.pending = 0
 
-    # The call of the caller
-
     def part(self, call: Call) -> Call:
-        """The next call, as a part of the caller's."""
+        """The next call, with what it is a part of, and whether another part has gone before."""
         if self.caller is None:
             return call
         part_of = None if self.caller == call.caller else self.caller
@@ -311,30 +307,31 @@ class Ledger:
         return msgspec.structs.replace(call, part_of=part_of, continues=continues)
 
     def skipped(self, number: int) -> None:
-        """Note that the peers' call of that number is no part of what this rank's caller makes."""
+        """Note that the peers' call of that number is skipped: the caller's begins after it."""
         if self.first == number:
             self.first = number + 1
 
     def is_told(self, error: BaseException, first: int) -> bool:
-        """Whether a call from that number on was the last, and has ended so, on all ranks."""
+        """Whether peers know this error: the last call, from `first` on, has ended with it."""
         last = self.ended[-1] if self.ended else None
         if last is None or last.number < first or last.outcome is None:
             return False
-        there, seat = last.outcome.failure, self.seat
+        known, seat = last.outcome.failure, self.seat
         own = Failure.of(error, replica=seat.replica, call=last.number, rank=seat.rank)
-        return there is not None and (there.kind, there.fields) == (own.kind, own.fields)
-
-    # Calls without a seat
+        return known is not None and (known.kind, known.fields) == (own.kind, own.fields)
 
     def number_unbegun(self, kind: Kind, asked: Asked) -> int:
-        """The number of a call for which this rank has no seat; the same if it is made again."""
+        """The number of a call that this rank makes without a seat.
+
+        The last one's if that was given up, and is made again: it is one call on the peers.
+        """
         is_again = self._given_up == (kind, asked)
         return self.calls_made + (not is_again)
 
     def goes_on_without(self, call: Attempt) -> bool:
         """Note that this rank has done its part without etcd, and waits for nobody.
 
-        False: it has its seat again, and makes the call from there.
+        False: it has its seat again, and has to make the call from there.
         """
         with self.lock:
             if self.standing.state == "seated":
@@ -343,12 +340,11 @@ class Ledger:
             if call.life not in life.IS_UNWAITED:  # a check, by which nothing is shown
                 self._note_given_up(call)
                 return True
-            if self.unfinished is not None and self.unfinished.kind != "unpublish":
-                self._end_without(self.unfinished)  # or peers that make it would wait for this rank
+            self._end_unfinished()
             self.unfinished, self.calls_made, self.pending = call, call.number, 0
             self.has_held = True
             self._given_up = None
-            self._changes += 1
+            self.changes += 1
             return True
 
     def gave_up(self, call: Attempt) -> bool:
@@ -366,12 +362,19 @@ class Ledger:
         self._end_without(call)
         self.calls_made = max(self.calls_made, call.number)
         self._given_up = None if call.is_begun else (call.kind, call.asked)
-        self._changes += 1
+        self.changes += 1
 
     def _end_without(self, call: Attempt) -> None:
         """It ended badly, for all that this rank knows; a peer may know better."""
-        ended = msgspec.structs.replace(call.part, outcome=Outcome(call.abandoned))
-        self.ended.append(ended)
+        self.ended.append(msgspec.structs.replace(call.part, outcome=Outcome(call.abandoned)))
+
+    def _end_unfinished(self) -> None:
+        """This rank goes on past its unfinished call, in which peers would wait for it for ever.
+
+        Not an unpublish: that counts whatever becomes of it.
+        """
+        if self.unfinished is not None and self.unfinished.kind != "unpublish":
+            self._end_without(self.unfinished)
 
     def forget(self, counted: VersionRef | None = None) -> bool:
         """Note, without a seat, that the owner takes its tensors back: as if it had unpublished.
@@ -389,15 +392,14 @@ class Ledger:
             if ref is None:
                 return True
             number = self.unpublish_number
-            if self.unfinished is not None and self.unfinished.kind != "unpublish":
-                self._end_without(self.unfinished)
+            self._end_unfinished()
             asked = Asked("unpublish", ref.version)
             call = Call(number, "unpublish", asked, self.seat.rank, ref)
             self.calls_made = number
             self.ended.append(msgspec.structs.replace(call, outcome=Outcome()))
             self.held = self.unfinished = None
             self._given_up = None
-            self._changes += 1
+            self.changes += 1
             return True
 
     @property
@@ -406,8 +408,6 @@ class Ledger:
         if self.unfinished is not None and self.unfinished.kind == "unpublish":
             return self.unfinished.number
         return self.calls_made + 1
-
-    # Left by one call for the next
 
     def layout_of(self, answers: str) -> str | None:
         """The layout that ranks with these answers have every element of (I9).
@@ -418,7 +418,10 @@ class Ledger:
         return end[0].said if end else None
 
     def end_of(self, value: str) -> Outcome:
-        """The last end with a layout, if this rank said `value` in it; with no answers: another."""
+        """The end of the last good call, which this one has if all ranks say the same in it.
+
+        An empty one: this rank does not.
+        """
         wholes = (each for each in reversed(self._ends.values()) if each[0].said)
         end, said = next(wholes, (Outcome(), ""))
         return end if said == value else Outcome()

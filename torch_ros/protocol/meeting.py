@@ -21,14 +21,14 @@ class Meeting(Enum):
     MISSED = "one that its peers have ended: it skips that, and makes its own under the next number"
     TO_MAKE = "an unpublish that its peers are in: it makes that, and begins its own anew"
     LATE = "a step of peers that are behind: it ends that for all, and makes its own after it"
-    AHEAD = "a call of peers that are ahead, or elsewhere: it raises, and comes to that call again"
+    AHEAD = "a call of peers that are ahead: it raises, and comes to that call again"
     OTHER = "none of these: it raises, which ends the call for all"
 
 
 class Missed(Exception):
-    """In the place of this rank's call the group has an unpublish, which changes what it holds.
+    """The group has `call` in the place of this rank's own, which is begun anew after it.
 
-    This rank has learned its end; or has to make it too, if it has not ended.
+    This rank has learned its end; or has to make it too: an unpublish that has not ended.
     """
 
     def __init__(self, call: Call) -> None:
@@ -37,18 +37,17 @@ class Missed(Exception):
 
 
 def is_left_out(view: View, seat: Seat, own: Call, told: Asked | None) -> bool:
-    """Whether the call that `own` meets is part of one that this rank has left out.
+    """Whether this rank has left out a call of its caller, and comes to it with its next one.
 
-    A rank that is late is waited for in the call that it comes to. So it has, if peers wait in a
-    later call like its caller's, or have waited in a later part of this one, in vain, and this
-    rank was told that of the call before.
+    Two such calls look alike: it would take the end of the first for its own, and stay one behind.
+    So it is where its peers wait in a later call of a caller that is like its own; or have waited
+    in vain in the rest of this one, and this rank was `told` so without a part in it.
     """
     later = [call for call in calls_of(view, seat) if call.number > own.number]
     later.sort(key=lambda call: call.number)
-    if told == own.caller:
-        rest = takewhile(lambda call: call.continues and call.caller == own.caller, later)
-        if any(_is_waited_out(call) for call in rest):
-            return True
+    rest = takewhile(lambda call: call.continues and call.caller == own.caller, later)
+    if told == own.caller and any(map(_is_waited_out, rest)):
+        return True
     begun = [call for call in later if not call.continues]
     is_open = bool(later) and later[-1].outcome is None
     return is_open and bool(begun) and begun[-1].caller == own.caller
@@ -68,36 +67,40 @@ def meet(
     block: Asked | None = None,
     left_out: bool = False,
 ) -> Meeting:
-    """The meaning of `call` to a rank that is about to make its own of that number.
+    """The meaning of `call` to a rank that finds it in the place of its own.
 
     Args:
-        refuses: It makes that only to end the call of the caller, whatever its peers have come to.
-        told: The call of its caller of which it was last told a failure that it had no part in.
-            Told again, of one in which its peers waited in vain, it is one try behind.
-        block: The call that ends what it is in, between calls: a peer has given that up.
+        refuses: It makes its own only to end the call of the caller for all ranks.
+        told: The last call of its caller of whose failure it was told without a part in it.
+        block: The call that ends what it is in, between calls.
         left_out: If `call` has ended, it is one that this rank has left out.
     """
-    has_ended, failure = call.outcome is not None, call.failure
-    is_told_again = _is_waited_out(call) and told == own.caller
-    is_in_block = own.asked == block and not own.continues  # else all have come to its end
-    if refuses and not _is_of_caller(call, own) and not is_in_block:
-        return Meeting.AHEAD
-    if not refuses and (is_told_again or (left_out and has_ended and not own.continues)):
-        return Meeting.MISSED
-    if failure is not None:
-        return Meeting.SAME if _is_told(call, failure, own, block) else Meeting.MISSED
-    is_refused = refuses and _is_of_caller(call, own) and call.kind != "unpublish"
+    has_ended, is_of_caller = call.outcome is not None, _is_of_caller(call, own)
+    if refuses:
+        is_in_block = own.asked == block and not own.continues  # else all have come to its end
+        if not (is_of_caller or is_in_block):
+            return Meeting.AHEAD  # the peers have ended what it would refuse
+    else:
+        # Twice in a row: its peers wait for it in vain, since it is one try behind.
+        is_told_again = _is_waited_out(call) and told == own.caller
+        if is_told_again or (left_out and has_ended and not own.continues):
+            return Meeting.MISSED
+    if call.failure is not None:
+        return Meeting.SAME if _is_told(call, call.failure, own, block) else Meeting.MISSED
+    # A refusal ends any part of the caller's call, but no unpublish: tensors would stay offered.
+    is_refused = refuses and is_of_caller and call.kind != "unpublish"
     if call.asked == own.asked or is_refused:
         return Meeting.SAME
     if call.kind == "unpublish":
         return Meeting.MISSED if has_ended else Meeting.TO_MAKE
-    if not has_ended:
-        return _between_steps(call.asked, own.asked)
-    return Meeting.OTHER
+    return Meeting.OTHER if has_ended else _between_steps(call.asked, own.asked)
 
 
 def _between_steps(there: Asked, own: Asked) -> Meeting:
-    """The meaning of another call that is open, also of the check before a step."""
+    """The meaning of an open call that is another step, or the check before one.
+
+    Versions grow, so they tell which of two ranks is behind; of other calls nothing does.
+    """
     is_step = own.verb in STEPS and there.verb == own.verb
     if not is_step or not isinstance(own.version, int) or not isinstance(there.version, int):
         return Meeting.OTHER
@@ -107,11 +110,12 @@ def _between_steps(there: Asked, own: Asked) -> Meeting:
 
 
 def _is_waited_out(call: Call) -> bool:
+    """Whether a rank waited in it to its deadline, for one that did not come."""
     return call.failure is not None and call.failure.kind == DeadlineExceeded.__name__
 
 
 def _is_of_caller(call: Call, own: Call) -> bool:
-    """Whether both are parts of one call of the caller, and not of two that are alike."""
+    """Whether both are parts of one call of the caller: where the peers' has begun, so has this."""
     is_one = call.caller == own.caller or _is_with_other_arguments(call, own)
     return is_one and own.continues >= call.continues
 

@@ -10,18 +10,7 @@ from torch_ros.protocol.legible import keyed, nobody, readable
 from torch_ros.protocol.records import NUMBER_MAX, GroupRecord, RunRecord, VersionRecord
 from torch_ros.protocol.versions import run_numbers
 from torch_ros.store.loops import Done, Step
-from torch_ros.store.txn import (
-    Created,
-    Delete,
-    Entry,
-    Guard,
-    NoneNewer,
-    Op,
-    Put,
-    Range,
-    View,
-    one,
-)
+from torch_ros.store.txn import Created, Delete, Entry, Guard, NoneNewer, Op, Put, Range, View, one
 
 
 def is_any_trained(view: View, who: Applicant) -> Step[bool]:
@@ -31,6 +20,8 @@ def is_any_trained(view: View, who: Applicant) -> Step[bool]:
 
 def choose_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard, ...]]:
     """The run to publish in, and what has to be written for it (docs/PROTOCOL.md#runs)."""
+    if who.run and who.run_number:  # it comes back: the run that it had, if the store was wiped
+        return who.run, *restored_run(view, who, who.run, who.run_number)
     keys, numbers = who.keys, run_numbers(view, who.keys)
     live, trained = _live_runs(view, who)
     former_number, former = who.former_run

@@ -35,9 +35,9 @@ from torch_ros.protocol.seat import Seat
 from torch_ros.store.kv import KV
 from torch_ros.store.latch import Latch
 from torch_ros.store.loops import Act, Done, Step, Wait, follow, settle
-from torch_ros.store.run import OnFailure, Reminder, run
+from torch_ros.store.run import Reminder, run
 from torch_ros.store.session import Session
-from torch_ros.store.txn import Range, Ranges, Steps, View, one
+from torch_ros.store.txn import Delete, Range, Ranges, Steps, Txn, View, one
 
 T = TypeVar("T")
 Create = Callable[[View], Step[GroupMade]]
@@ -73,6 +73,8 @@ class Seating:
     def join(cls, kv: KV, applicant: Applicant, deadline: Deadline) -> Self:
         """Take this rank's seat; returns once all ranks have theirs.
 
+        It starts over on another lease if its own ends meanwhile, or others win all races.
+
         Raises:
             UsageError: The ranks were given different world sizes.
             SeatLost: Another incarnation took the name meanwhile.
@@ -86,12 +88,11 @@ class Seating:
                 seating = cls(kv, applicant, taking.session, seat)
             except BaseException as error:
                 taking.end(error)
-                # Others won all races, or its lease ended: it starts over with another.
                 if error is not taking.lost and not isinstance(error, Contention):
                     raise
                 reason = taking.lost.reason if taking.lost else "its lease ended"
                 deadline.check(f"replica {applicant.replica!r} starts over: {reason}")
-                # Peers may have seen all ranks in their seats, and gone on.
+                # Peers with that nonce may have seen all ranks in their seats, and gone on.
                 left_behind = applicant.shared_nonce
             else:
                 break
@@ -100,8 +101,6 @@ class Seating:
             reason = "its lease ended while it joined"
             seating.fence(SeatLost(applicant.replica, reason), taking.session)
         return seating
-
-    # Having a seat
 
     @property
     def seat(self) -> Seat:
@@ -117,7 +116,7 @@ class Seating:
         return self.session.answers if self.state == "seated" else not self._outage.is_away
 
     def check_final(self) -> None:
-        """Raises: SeatLost, ClosedError: This seat is lost for good, or given up."""
+        """Raises: SeatLost, ClosedError: This seat is lost for good, or given up; not: is away."""
         if self.state != "away":
             self.ledger.check()
         self.ledger.check_open()
@@ -143,25 +142,22 @@ class Seating:
             SeatLost, ClosedError: It is lost, or given up. Or etcd has failed for longer than the
                 patience of a call lasts that can do without it: the caller loses the seat then.
         """
-        check, on_failure = check or self.ledger.check, self._bearing(patience)
-        return run(steps, self.kv, deadline, check=check, on_failure=on_failure)
+        bear = partial(self._bear, patience) if patience and not patience.is_usual else None
+        check = check or self.ledger.check
+        return run(steps, self.kv, deadline, check=check, on_failure=bear)
 
-    def _bearing(self, patience: Patience | None) -> OnFailure | None:
-        """How a call bears an etcd that fails while the lease is renewed.
+    def _bear(
+        self, patience: Patience, error: StoreUnavailable | AccessDenied, lasts_s: float
+    ) -> None:
+        """Bear that etcd fails, for as long as a call does that has another way; then raise.
 
-        docs/protocol/unattended.md#an-etcd-that-refuses has the rules.
+        etcd may renew the lease all the while, so that the seat would never be lost
+        (docs/protocol/unattended.md#an-etcd-that-refuses).
         """
-        ttl_s, replica = self.applicant.ttl_s, self.seat.replica
-
-        def on_failure(error: StoreUnavailable | AccessDenied, lasts_s: float) -> None:
-            is_refused = isinstance(error, StoreAlarm | AccessDenied)
-            if lasts_s >= bears_s(ttl_s, is_refused=is_refused):
-                raise SeatLost(replica, f"it is given up, since etcd fails: {error}") from error
-
-        if patience is None or patience.is_usual:
-            return None
-        bears_s = patience.bears_s
-        return on_failure
+        is_refused = isinstance(error, StoreAlarm | AccessDenied)
+        if lasts_s >= patience.bears_s(self.applicant.ttl_s, is_refused=is_refused):
+            reason = f"it is given up, since etcd fails: {error}"
+            raise SeatLost(self.seat.replica, reason) from error
 
     def ask(self, ranges: Ranges, rule: Callable[[View], Step[T]], deadline: Deadline) -> T:
         """A question of this rank alone, seated or not; nothing is written down."""
@@ -171,41 +167,38 @@ class Seating:
     def follow(
         self, ranges: tuple[Range, ...], rule: Callable[[View], Done[T] | Wait], deadline: Deadline
     ) -> T:
-        """As `ask`, of a question that every change may answer."""
+        """As `ask`, of a question that any change may answer: one watch follows them all."""
         return run(follow(ranges, rule), self.kv, deadline, check=self.ledger.check_open)
 
     def await_seat(self, deadline: Deadline, patience: Patience | None = None) -> None:
         """Wait until this rank has its seat, if it lost it and may come back.
 
-        Raises:
-            SeatLost: It does not come back, or not in time.
+        Raises: SeatLost: It does not come back, or not in time.
         """
         patience = patience or Patience()
         while not self.ledger.is_closed:
             settled = self._settled
             with self.ledger.lock:
-                standing, now_s = self.ledger.standing, time.monotonic()
-                left_s = patience.left_s(self._outage, deadline.started_s, now_s)
+                standing, outage = self.ledger.standing, self._outage
+                left_s = patience.left_s(outage, deadline.started_s, time.monotonic())
             if standing.state == "seated":
                 break
             if standing.state == "gone":
                 raise standing.error(self.seat.replica)
-            left_s = min(deadline.left_s(), left_s)
-            if left_s > 0:
+            if (left_s := min(left_s, deadline.left_s())) > 0:
                 settled.wait(min(left_s, RETRY_S))
-            elif patience.is_usual and self._outage.has_failed and settled.wait(RETRY_S):
-                continue  # a caller that tries again at once shall not keep a core busy
-            else:
-                self._outage.has_failed |= patience.is_usual
-                raise standing.error(self.seat.replica)
+                continue
+            if patience.is_usual:
+                # A caller that tries again at once shall not keep a core busy.
+                if outage.has_failed and settled.wait(RETRY_S):
+                    continue
+                outage.has_failed = True
+            raise standing.error(self.seat.replica)
         self.ledger.check_open()
 
-    # Watching over a neighbour
-
     def _watch(self) -> None:
-        seat = self.seat
-        watch_over = partial(self._watch_over, seat, self.session)
-        self.start(f"torch_ros watches {seat.inst}", watch_over)
+        watch_over = partial(self._watch_over, self.seat, self.session)
+        self.start(f"torch_ros watches {self.seat.inst}", watch_over)
 
     def start(self, name: str, target: Callable[[], None]) -> None:
         """A thread that `close` waits for, a little."""
@@ -215,23 +208,17 @@ class Seating:
             thread.start()
 
     def _watch_over(self, seat: Seat, session: Session) -> None:
+        """Wait until the next rank or the incarnation is gone; expel the rest; lose the seat."""
         forever = Deadline(f"watching over replica {seat.replica!r}", math.inf)
-        ranges: tuple[Range, ...] = (one(seat.group), one(membership.follower(seat)))
-
-        def ask(ranges: Ranges, rule: Callable[[View], Step[T]]) -> T:
-            def check() -> None:
-                self.ledger.check()
-                if self.seat is not seat:
-                    raise ClosedError("an earlier seat")
-
-            return run(settle("watch", ranges, rule), self.kv, forever, check=check)
-
+        watched: tuple[Range, ...] = (one(seat.group), one(membership.follower(seat)))
+        look = partial(membership.watch_over, seat=seat)
+        everything, expel = (*seat.own, seat.keys.holdings()), partial(membership.expel, seat=seat)
+        check = partial(self._check_is_had, seat)
         while True:
             try:
-                lost = ask(ranges, partial(membership.watch_over, seat=seat))
+                lost = run(settle("watch", watched, look), self.kv, forever, check=check)
                 if lost is None:
-                    everything = (*seat.own, seat.keys.holdings())
-                    lost = ask(everything, partial(membership.expel, seat=seat))
+                    lost = run(settle("watch", everything, expel), self.kv, forever, check=check)
             except (ClosedError, SeatLost):
                 return
             except TorchRosError as error:
@@ -244,23 +231,33 @@ class Seating:
             break
         self.fence_at_last(lost, session)
 
+    def _check_is_had(self, seat: Seat) -> None:
+        """Raises: SeatLost, ClosedError: That seat is lost, though another may be had by now."""
+        self.ledger.check()
+        if self.seat is not seat:
+            raise ClosedError("an earlier seat")
+
     def _surprised(self, what: str, error: Exception) -> None:
         """A mistake of ours must not end a thread that nothing replaces. Each kind is said once."""
         if type(error) not in self._surprises:
             self._surprises.add(type(error))
             log.error("%s goes on after an error that was not expected", what, exc_info=error)
 
-    # Losing the seat, and taking it again
-
     def fence(self, lost: SeatLost, session: Session | None = None) -> None:
-        """Lose the seat. The records that this rank still has in the store go."""
+        """Lose the seat, and its records with the lease; then come back, unless it is for good.
+
+        A thread does all of that: Ctrl-C, which may raise anywhere in this one, would leave a rank
+        that has lost its seat and does not come back.
+
+        Args:
+            session: The one that was lost, if that is known: a later seat is not lost with it.
+        """
         if self.state != "seated" or self.ledger.is_closed:
             return
-        # By the thread that sees to what follows: or Ctrl-C might come between, and nobody would.
-        is_done = Latch()
-        leave = partial(self._leave_seat, lost, session, is_done)
-        self.start(f"torch_ros seats {self.seat.replica}", leave)
-        while not is_done.wait(RETRY_S):
+        is_noted = Latch()
+        lose = partial(self._lose, lost, session, is_noted)
+        self.start(f"torch_ros seats {self.seat.replica}", lose)
+        while not is_noted.wait(RETRY_S):
             pass
 
     def fence_at_last(self, lost: SeatLost, session: Session) -> None:
@@ -277,20 +274,21 @@ class Seating:
             else:
                 return
 
-    def _leave_seat(self, lost: SeatLost, session: Session | None, is_done: Latch) -> None:
+    def _lose(self, lost: SeatLost, session: Session | None, is_noted: Latch) -> None:
+        """The thread of `fence`, which returns as soon as the loss is noted."""
         try:
             with self.ledger.lock:
                 if self.state != "seated" or self.ledger.is_closed:
                     return
                 if session is not None and session is not self.session:
-                    return  # of an earlier seat
+                    return  # an earlier seat's
                 self._settled = Latch()
                 self.ledger.lose(lost)
                 self._outage = Outage(self.applicant.ttl_s, time.monotonic())
                 self._reminder = Reminder()
                 self._reminder.is_due()  # that the seat is lost is said at once
         finally:
-            is_done.set()
+            is_noted.set()
         is_gone = isinstance(lost, Fenced)
         level = logging.INFO if isinstance(lost, Fenced) and lost.is_orderly else logging.WARNING
         outlook = "this handle is fenced" if is_gone else "it takes its seat again"
@@ -298,7 +296,7 @@ class Seating:
         if not is_gone:
             self._come_back()
             return
-        with self._calling:  # its ready record says to this rank how the running call ended
+        with self._calling:  # until the running call has ended, which its ready record may tell
             self.session.close()
 
     def _come_back(self) -> None:
@@ -335,24 +333,28 @@ class Seating:
             self.pause()
 
     def _take_seat_again(self) -> None:
-        """Raises: SeatLost: It is lost again, or this rank knows more by now than it has told."""
+        """Take a seat on a new lease, and bring along what this rank knows of its group's calls.
+
+        Raises:
+            SeatLost: It is lost again. Or this rank has made calls while it waited for its peers,
+                which adopt without those: it starts over.
+        """
         old, applicant, outage = self.seat, self.applicant, self._outage
-        outage.alone_since_s = None
+        outage.alone_since_s = None  # etcd may not answer: this asks for a lease
         what = f"taking the seat of replica {applicant.replica!r} again"
         deadline = Deadline(what, math.inf, check_open=self.ledger.check_open)
         taking = _Taking(self.kv, applicant, deadline, self.fence_at_last)
         with self.ledger.lock:
             outage.alone_since_s, outage.is_away = time.monotonic(), False
-            shard, told = self.ledger.brought(applicant.shard)
+            shard, changes_told = self.ledger.brought(applicant.shard)
         back = dataclasses.replace(applicant, shard=shard, run=old.run, run_number=old.run_number)
         try:
             seat = taking.take(back, left_behind=old.nonce)
             with self.ledger.lock:
                 taking.check()
-                if self.ledger.has_changed(told):
+                if self.ledger.changes != changes_told:
                     outage.lost_since_s, outage.has_failed = time.monotonic(), False  # back soon
-                    reason = "it made calls meanwhile"
-                    raise SeatLost(applicant.replica, reason)
+                    raise SeatLost(applicant.replica, "it made calls meanwhile")
                 self.session = taking.session
                 self.ledger.regain(seat)
                 self._settled.set()
@@ -366,15 +368,14 @@ class Seating:
             self._reminder.lasts_s,
         )
 
-    # Giving the seat up
-
     def close(self, last: Callable[[], bool] = lambda: False) -> None:
         """Give the seat up: the lease is revoked, so all its records go at once. Idempotent.
 
         This ends the replica for its other ranks too.
 
         Args:
-            last: Done before that, when calls raise already. Whether the group has left by it.
+            last: Called before that, when calls raise already. Returns whether the group has left,
+                so that peers need not be told.
         """
         if self.ledger.is_closed:
             return
@@ -400,9 +401,11 @@ class Seating:
                 thread.join(max(0.0, until_s - time.monotonic()))
 
     def _leave(self) -> None:
+        """Tell the peers that this replica ends: or they would take it for a crash."""
         if self.seat.world_size == 1:
-            if self.store_answers:  # else nothing of this is worth a wait
-                self.kv.commit(membership.leave_alone(self.seat), timeout_s=LEAVE_S)
+            if self.store_answers:  # else nothing of this is worth a wait: its lease ends by itself
+                seen = self.seat.keys.seen_of(self.seat.replica)
+                self.kv.commit(Txn(ops=(Delete(seen),)), timeout_s=LEAVE_S)
             return
         # The note outlives this rank's lease, which may be the one that the group's records have.
         lease_id, _ = self.kv.grant(NOTE_TTL_S, timeout_s=LEAVE_S)
@@ -412,7 +415,11 @@ class Seating:
 
 
 class _Taking:
-    """A seat that is taken on a new lease. Until it is, losing the lease only ends the taking."""
+    """A seat that is taken on a new lease. Until it is, losing the lease only ends the taking.
+
+    Args:
+        fence: Called when the lease is lost, even after the seat is taken.
+    """
 
     def __init__(
         self,
@@ -425,7 +432,7 @@ class _Taking:
         self.fence, self._kv, self._deadline = fence, kv, deadline
         self._replica, self._granting = applicant.replica, threading.Lock()
         self._who = dataclasses.replace(applicant, nonce=applicant.shared_nonce)
-        with self._granting:
+        with self._granting:  # `_on_lost` may come before there is a session
             self.session = Session(
                 kv, ttl_s=applicant.ttl_s, on_lost=self._on_lost, name=applicant.replica
             )
@@ -437,24 +444,22 @@ class _Taking:
             raise self.lost
 
     def _on_lost(self, reason: str) -> None:
-        with self._granting:  # a lease that was granted late may have ended before it is here
+        with self._granting:
             self.lost = SeatLost(self._replica, reason)
         self.fence(self.lost, self.session)
 
     def take(self, applicant: Applicant, left_behind: str = "") -> Seat:
-        """The seat of this rank in a complete group.
+        """The seat of this rank: in the group that waits for it, else in one that it creates.
+
+        Again from the start if that group is gone, or was left, before all ranks had their seats.
 
         Args:
             left_behind: The nonce under which it had one before, or may have had.
         """
-        shared = applicant.shared_nonce
         while True:
-            nonce = shared or secrets.token_hex(4)
-            if left_behind:
-                nonce = f"{k.family(left_behind)}.{secrets.token_hex(4)}"
             who = dataclasses.replace(
                 applicant,
-                nonce=nonce,
+                nonce=_nonce_to_create(applicant.shared_nonce, left_behind),
                 left_behind=left_behind,
                 lease_id=self.session.lease_id,
                 fresh_run=f"run-{secrets.token_hex(4)}",
@@ -462,35 +467,35 @@ class _Taking:
             )
             self._who = who
             find = partial(membership.find_group, who=who)
-            found = self._ask(membership.find_ranges(who), find) or self._create(self._told(who))
-            self._who = dataclasses.replace(who, nonce=found or nonce)
-            if found and (seat := self._join(who, found)) is not None:
+            nonce = self._ask(membership.find_ranges(who), find) or self._create(who)
+            self._who = dataclasses.replace(who, nonce=nonce or who.nonce)
+            if nonce and (seat := self._join(who, nonce)) is not None:
                 return seat
-            left_behind = left_behind or shared
+            # The nonce that all ranks were given is used up: peers may have gone on under it. It
+            # comes back to them from here on, by another nonce of the family.
+            left_behind = left_behind or applicant.shared_nonce
 
     def end(self, error: BaseException) -> None:
         """Give up. Peers that wait for this rank are told of an error that is none of ours."""
+        who = self._who
         try:
-            if self._who.world_size > 1 and not isinstance(error, TorchRosError):
-                self._call_off(self._who, error)
+            if who.world_size > 1 and not isinstance(error, TorchRosError):
+                failure = Failure.of(error, replica=who.replica, call=0, rank=who.rank)
+                note, _ = self._kv.grant(NOTE_TTL_S, timeout_s=LEAVE_S)
+                rule = partial(membership.call_off, who=who, failure=failure, note_lease_id=note)
+                steps = settle("open", membership.call_off_ranges(who), rule)
+                run(steps, self._kv, Deadline("open", LEAVE_S))
         except TorchRosError as untold:
             log.info("replica %r: its peers were not told: %s", self._replica, untold)
         finally:
             self.session.close()
 
-    def _call_off(self, who: Applicant, error: BaseException) -> None:
-        failure = Failure.of(error, replica=who.replica, call=0, rank=who.rank)
-        lease_id, _ = self._kv.grant(NOTE_TTL_S, timeout_s=LEAVE_S)
-        call_off = partial(membership.call_off, who=who, failure=failure, note_lease_id=lease_id)
-        steps = settle("open", membership.call_off_ranges(who), call_off)
-        run(steps, self._kv, Deadline("open", LEAVE_S))
-
     def _ask(self, ranges: Ranges, rule: Callable[[View], Step[T]]) -> T:
         steps = settle(self._deadline.what, ranges, rule)
         return run(steps, self._kv, self._deadline, check=self.check)
 
-    def _told(self, who: Applicant) -> Applicant:
-        """It knows the newest run of before, if it might have to go on with that."""
+    def _with_former_run(self, who: Applicant) -> Applicant:
+        """It knows the newest run of before, if there is none that it would choose by itself."""
         if who.find_former_run is None or who.run is not None:
             return who
         rule = partial(runs.is_any_trained, who=who)
@@ -500,9 +505,9 @@ class _Taking:
 
     def _create(self, who: Applicant) -> str:
         """The nonce of the group that was made, or that a peer made; "": another is needed."""
-        create: Create = partial(membership.create_group, who=who)
-        if not who.is_shared or who.left_behind:
-            create = _at_most_once(create)  # with this nonce: there are others
+        create: Create = partial(membership.create_group, who=self._with_former_run(who))
+        if not who.is_shared or who.left_behind:  # the nonce is this rank's alone
+            create = _at_most_once(create)
         made = self._ask(membership.open_ranges(who), create)
         if made is GroupMade.REPLACES:
             there = self._ask((who.keys.shards_of(who.replica),), membership.processes)
@@ -523,22 +528,34 @@ class _Taking:
         return self._ask(ranges, partial(membership.join, who=who, nonce=nonce))
 
 
-def _at_most_once(create: Create) -> Create:
-    """`create`, which does not act again.
+def _nonce_to_create(shared_nonce: str, left_behind: str) -> str:
+    """The nonce of the group that a rank creates if it finds none.
 
-    If the reply to its first attempt was lost, a group with that nonce may have been there, used by
-    another start of the same replica, and replaced since.
+    It tells peers whether they belong there: they compare its family, all before the first ".".
+
+    Args:
+        shared_nonce: Given to all ranks alike; "": they find each other by the replica's name.
+        left_behind: Of a rank that comes back: the nonce under which it had its last seat.
     """
-    has_acted = False
+    if left_behind:
+        return f"{k.family(left_behind)}.{secrets.token_hex(4)}"
+    return shared_nonce or secrets.token_hex(4)
+
+
+def _at_most_once(create: Create) -> Create:
+    """The rule `create`, which does not act a second time, but asks for another nonce.
+
+    If the reply to its first attempt was lost, the group may have been made, and been replaced by
+    another start of the replica since. Made again, it would replace that start.
+    """
+    acts: list[Act[GroupMade]] = []
 
     def once(view: View) -> Step[GroupMade]:
-        nonlocal has_acted
         step = create(view)
-        if not isinstance(step, Act):
-            return step
-        if has_acted:
-            return Done(GroupMade.NO)
-        has_acted = True
+        if isinstance(step, Act):
+            if acts:
+                return Done(GroupMade.NO)
+            acts.append(step)
         return step
 
     return once
