@@ -380,20 +380,13 @@ fault("a glimpse of an older version is enough", "newest_record")(
 )
 fault("the next older one is read from, whoever reads it", "_by_place", scenario="fed already")(
     lambda rule: (
-        lambda view, seat, ref, candidates: rule(
-            view,
-            seat,
-            ref,
-            {i: dataclasses.replace(found, readers=0) for i, found in candidates.items()},
+        lambda birth, candidates: rule(
+            birth, {i: dataclasses.replace(found, readers=0) for i, found in candidates.items()}
         )
     )
 )
 fault("everyone reads from the oldest", "_by_place", scenario="fed already")(
-    lambda rule: (
-        lambda view, seat, ref, candidates: min(
-            candidates, key=lambda inst: candidates[inst].entry.create_rev
-        )
-    )
+    lambda rule: lambda birth, candidates: min(candidates, key=lambda inst: candidates[inst].born)
 )
 
 
@@ -477,7 +470,7 @@ def _(claim_of, *args, **kwargs):
 
 fault("birth order does not predict", "_first_choice", scenario="burst")(
     lambda rule: (
-        lambda view, seat, ref, candidates, **_: sources.best_of(
+        lambda view, seat, ref, before, candidates: sources.best_of(
             candidates, sources.suspects(view, seat.keys)
         )
     )
@@ -1261,7 +1254,8 @@ def _(attach, view, seat, ref, place, reader):
         return attach(view, seat, ref, place, reader)
     shards = dict(view.within(seat.keys.shards(source)))
     holding = records.Holding.decode(entry.value, key)
-    return Done(sources.learned(source, holding, entry.create_rev, shards))
+    offer = sources.Offered(key, source, holding, entry.create_rev)
+    return Done(sources.learned(offer, shards))
 
 
 @instead("stream: its record stays", "LeasedSources.end", scenario="dropped stream")

@@ -1,13 +1,13 @@
 """Whether a rank stays with a source, and where it goes on (docs/PROTOCOL.md#replicate). Pure."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from torch_ros.protocol import keys as k
 from torch_ros.protocol import legible
 from torch_ros.protocol.records import VersionRef
 from torch_ros.protocol.seat import Seat
 from torch_ros.protocol.sources import (
-    Candidate,
+    Candidates,
     Source,
     distance,
     eligible_of,
@@ -30,35 +30,37 @@ def there_ranges(seat: Seat, ref: VersionRef, source: Source) -> tuple[Range, ..
 
 
 def still_offers(view: View, seat: Seat, ref: VersionRef, source: Source) -> bool:
-    """Whether what its processes show is held still, by whatever name."""
+    """Whether what its processes show is still held, by whatever name.
+
+    A full holding may be another one by now: the same processes come back with all of it, and show
+    it with the mark that they had. One that fills must be the same, or linger from its incarnation:
+    made anew, it is younger than this rank, and might read from it.
+    """
     for range_ in there_ranges(seat, ref, source):
         for _, where, holding, entry in legible.holdings(view.within(range_)):
-            # Processes that came back with all of it show it with the mark that they had; those
-            # that are filling are younger than their readers then.
-            is_born_then = (where.inst, entry.create_rev) == (source.inst, source.born)
-            is_same = source.is_full or is_born_then or k.lingers(where.inst)
-            is_same &= holding.state != "filling" or holding.is_relay
-            if is_same and holding.mark == source.mark:
+            is_same = (where.inst, entry.create_rev) == (source.inst, source.born)
+            may_serve = source.is_full or is_same or k.lingers(where.inst)
+            has_stopped = holding.state == "filling" and not holding.is_relay
+            if may_serve and not has_stopped and holding.mark == source.mark:
                 return True
     return False
 
 
-def choose_again(
-    view: View,
-    seat: Seat,
-    ref: VersionRef,
-    candidates: Mapping[str, Candidate],
-    tried: Mapping[str, int],
-    best: Callable[[Mapping[str, Candidate], set[str]], str],
-) -> str:
-    """Where the source is that this rank goes on from; "": nowhere. Others may choose others."""
-    left = {inst: it for inst, it in candidates.items() if tried.get(inst, 0) < TRIES_MAX}
-    if not left:
-        if not shows_whole(view, seat, ref):
-            raise Unseen
-        return ""
-    inst = best(eligible_of(view, seat, ref, left, tried), suspects(view, seat.keys))
-    return k.place(left[inst].holding.datacenter, inst)
+def eligible_again(
+    view: View, seat: Seat, ref: VersionRef, found: Candidates, tried: Mapping[str, int]
+) -> Candidates:
+    """Those that a rank may go on from which has lost its last source; empty: there are none.
+
+    Each is tried a few times at most, or a rank whose own link is broken would go round for ever.
+
+    Raises: Unseen: None of those in view are left.
+    """
+    left = {inst: it for inst, it in found.items() if tried.get(inst, 0) < TRIES_MAX}
+    if left:
+        return eligible_of(view, seat, ref, left, tried)
+    if not shows_whole(view, seat, ref):
+        raise Unseen
+    return {}
 
 
 def is_to_be_left(
@@ -67,13 +69,16 @@ def is_to_be_left(
     source: Source,
     tried: Mapping[str, int],
     silent_s: float,
-    candidates: Mapping[str, Candidate],
+    found: Candidates,
 ) -> bool:
-    """Whether one of the candidates, which failed no more often than `source`, is better than that.
+    """Whether a source that does not answer is to be left, since one of those `found` is better.
 
-    A far one is better than a near one only if that cannot be thought to be slow.
+    Better is one that is not suspected, was lost no more often, and is as near; or any, once the
+    source cannot be thought to be slow.
     """
-    others = candidates.keys() - {source.inst} - suspects(view, seat.keys)
-    farthest = max(distance(source.datacenter, seat), int(silent_s > FAR_SILENCE_S))
-    tries = tried.get(source.inst, 0)
-    return any(tried.get(i, 0) <= tries and candidates[i].distance <= farthest for i in others)
+    max_distance = max(distance(source.datacenter, seat), int(silent_s > FAR_SILENCE_S))
+    tries_max = tried.get(source.inst, 0)
+    others = found.keys() - {source.inst} - suspects(view, seat.keys)
+    return any(
+        tried.get(inst, 0) <= tries_max and found[inst].distance <= max_distance for inst in others
+    )

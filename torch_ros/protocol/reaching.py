@@ -15,6 +15,7 @@ from torch_ros.printable import log_of
 from torch_ros.protocol import calls, lost_source, sources
 from torch_ros.protocol.call import CLEAN_UP_S, GroupCall
 from torch_ros.protocol.keys import inst_at, replica_of
+from torch_ros.protocol.keys import place as place_at
 from torch_ros.protocol.records import Call, Suspect, VersionRef
 from torch_ros.protocol.seat import Seat, version_read
 from torch_ros.protocol.seating import Seating
@@ -47,8 +48,7 @@ class Sources:
         Args:
             fetch: Reads what is still missing. When it raises, nothing is in flight any more.
 
-        Raises:
-            SourceLost: The last source; no other is left.
+        Raises: SourceLost: The last source; no other is left.
         """
         while True:
             try:
@@ -74,16 +74,16 @@ class Sources:
                 return
 
     def is_there(self, source: Source) -> bool:
-        """Whether a source that makes no progress may still make some."""
+        """Whether a source that makes no progress still holds what it shows, and may make some."""
         ranges = (*self.seat.own, *lost_source.there_ranges(self.seat, self.ref, source))
 
         def rule(view: View) -> Done[bool]:
-            return Done(lost_source.still_offers(view, self.seat, self.still(view), source))
+            return Done(lost_source.still_offers(view, self.seat, self.wanted(view), source))
 
         return self.glance(ranges, rule, unknown=True)
 
     def has_other(self, source: Source, silent_s: float) -> bool:
-        """Whether there is another source for what is read from one that does not answer."""
+        """Whether there is a better source than one that has not answered for so long."""
 
         def rule(view: View) -> Step[bool]:
             others = self.candidates(view)
@@ -97,13 +97,16 @@ class Sources:
         return self.glance(self.ranges, rule, unknown=False)
 
     def another(self, lost: TorchRosError) -> str:
-        """Where to go on, once the last source is lost; raises that if nowhere."""
+        """The place to go on from, once the last source is lost; raises `lost` if there is none."""
 
         def rule(view: View) -> Done[str]:
-            found, tried = self.candidates(view), self.tried
-            return Done(
-                lost_source.choose_again(view, self.seat, self.ref, found, tried, self.best)
+            eligible = lost_source.eligible_again(
+                view, self.seat, self.ref, self.candidates(view), self.tried
             )
+            if not eligible:
+                return Done("")
+            inst = self.best(eligible, sources.suspects(view, self.seat.keys))
+            return Done(place_at(eligible[inst].holding.datacenter, inst))
 
         place = self.ask(self.ranges, rule, self.deadline)
         if not place:
@@ -119,13 +122,21 @@ class Sources:
         return left or [self.another(lost)]
 
     def glance(self, ranges: Ranges, rule: Callable[[View], Step[T]], *, unknown: T) -> T:
-        """The store's answer, if it answers soon; see `glance`."""
-        nothing = cast("T | TorchRosError", unknown)
+        """The rule's answer by a brief look at etcd; `unknown` without one (see `glance`).
+
+        An error of the rule is its answer, too, and is raised here: a peer may have ended the call
+        with a DeadlineExceeded, which is not that of the look.
+        """
         asks = partial(self.ask, ranges, partial(_answer, rule))
-        found = glance(asks, self.deadline, unknown=nothing)
+        found = glance(asks, self.deadline, unknown=cast("T | TorchRosError", unknown))
         if isinstance(found, TorchRosError):
             raise found
         return found
+
+    def suspect(self, insts: Iterable[str], reason: str, ops: tuple[Delete, ...] = ()) -> None:
+        """`suspect` those, for as long as the deadline allows, and for one request in any case."""
+        timeout_s = min(CLEAN_UP_S, max(0.5, self.deadline.left_s()))
+        suspect(self.seating, insts, reason, ops, timeout_s=timeout_s)
 
     # Of each kind
 
@@ -138,8 +149,8 @@ class Sources:
         """The store's answer."""
         return self.seating.ask(ranges, rule, deadline)
 
-    def still(self, view: View) -> VersionRef:  # noqa: ARG002
-        """The version, unless a peer gave up: its error is raised."""
+    def wanted(self, view: View) -> VersionRef:  # noqa: ARG002
+        """The version that is read, unless a peer has ended the call: its error is raised."""
         return self.ref
 
     def candidates(self, view: View) -> Mapping[str, Candidate]:  # noqa: ARG002
@@ -159,7 +170,7 @@ class Sources:
 
 
 class Left(SourceLost):
-    """A source is left that is not lost, for the one at `place`."""
+    """A source is left that is not lost, for the better one at `place`."""
 
     is_orderly = True
     place = ""
@@ -177,30 +188,32 @@ class ClaimedSources(Sources):
         self._come = (0, 0)  # the bytes that have come, of how many, when a source was lost
 
     def attach(self, place: str) -> Source:
+        """Put this rank's reader record, unless that was done with the claim."""
         call, seat = self.call, self.call.seat
         if learn := call.attached.pop(place, None):
             return learn()
         call.read_from.add(inst_at(place))
         ranges = sources.claimed_ranges(seat, call.decided, place)
-        # From where the claim was found, if that shows enough: the rule asks for all that it needs.
-        first = call.seen and msgspec.structs.replace(call.seen, asked=ranges)
         attach = partial(sources.attach_claimed, seat=seat, call=call.decided, place=place)
-        rule = calls.sure(attach, first)
+        # It tries the view that showed the claim first, as if that had been asked for `ranges`: if
+        # a record that the rule needs is not in it, the rule asks for it.
+        first = call.seen and msgspec.structs.replace(call.seen, asked=ranges)
         mine = one(seat.keys.ready(seat.inst, call.number, seat.rank))
-        return call.settle(ranges, rule, (*calls.end_ranges(seat, call.decided), mine), first)
+        watched = (*calls.end_ranges(seat, call.decided), mine)
+        return call.settle(ranges, calls.sure(attach, first), watched, first)
 
     def detach(self, place: str, lost: SourceLost) -> None:
         """Leave a source that failed; others shall prefer another for a while (I8, load only)."""
         call, inst = self.call, inst_at(place)
-        gone = tuple(Delete(one(key)) for key in self.reads(inst))
-        timeout_s = min(CLEAN_UP_S, max(0.5, call.deadline.left_s()))
+        records = sources.reads_of(call.seat, call.ref, inst)
         insts = [] if lost.is_orderly else [inst]
         try:
-            suspect(call.seating, insts, lost.what, gone, timeout_s=timeout_s)
+            self.suspect(insts, lost.what, tuple(Delete(one(key)) for key in records))
         except StoreUnavailable as error:  # it holds the source up until this rank withdraws
             log.info("%s: %s was not told: %s", call.asked, inst, error)
 
     def go_on(self, left: list[str], gone: str, lost: SourceLost) -> list[str]:
+        """As of all kinds; and note how much has come, for people and peers, if none is left."""
         self.is_displaced = lost.is_orderly
         self._come = max(self._come, (lost.bytes_done, lost.bytes_total))
         lost.bytes_done, lost.bytes_total = self._come
@@ -209,33 +222,24 @@ class ClaimedSources(Sources):
         self.call.begins_again("lost source", f"{lost.replica}: {lost.what}")
         return places
 
-    def reads(self, inst: str) -> tuple[str, str]:
-        """The keys of the records by which this rank, and its group, read from that source."""
-        keys, me, ref = self.call.seat.keys, self.call.seat, self.call.ref
-        mine = keys.reader(ref.run, ref.version, inst, me.inst, me.rank)
-        return mine, keys.reader_group(ref.run, ref.version, inst, me.inst)
-
-    def still(self, view: View) -> VersionRef:
+    def wanted(self, view: View) -> VersionRef:
         return version_read(view, self.seat, self.known)
 
     def candidates(self, view: View) -> Mapping[str, Candidate]:
-        ref, before = self.still(view), sources.born_before(view, self.seat, self.known)
+        ref, before = self.wanted(view), sources.born_before(view, self.seat, self.known)
         return sources.candidates_of(view, self.seat, ref, before, {*self.tried})
 
     def best(self, candidates: Mapping[str, Candidate], suspected: set[str]) -> str:
         is_leaf = self.seat.leaves.is_leaf(self.seat, self.known)
-        return (sources.leaf_place if is_leaf else sources.best_of)(candidates, suspected)
+        return sources.best_of(candidates, suspected, is_leaf=is_leaf)
 
     def ask(self, ranges: Ranges, rule: Callable[[View], Step[T]], deadline: Deadline) -> T:
+        """The store's answer to a rank that has its seat; without, it must not go on reading."""
         return self.seating.run(settle(deadline.what, ranges, rule), deadline)
 
 
 def _answer(rule: Callable[[View], Step[T]], view: View) -> Step[T | TorchRosError]:
-    """The step of the rule; its error is an answer, too.
-
-    A peer may have ended the call, with a DeadlineExceeded of its own, which must not be taken for
-    that of a look at etcd.
-    """
+    """The step of the rule; or its error, as its answer."""
     try:
         return rule(view)
     except TorchRosError as error:

@@ -75,7 +75,7 @@ class Slowness:
         ranges = sources.source_ranges(call.seat, call.ref)
         is_blamed = claimed.is_displaced and not self._left  # whoever was there may have been fast
         if not (self._is_aside or is_blamed):
-            reads = claimed.reads(source.inst)
+            reads = sources.reads_of(call.seat, call.ref, source.inst)
             aside = partial(rules.step_aside, seat=call.seat, call=call.decided, reads=reads)
             known = claimed.glance((*ranges, *map(one, reads)), aside, unknown=None)
             if known is None:  # it may have stepped aside, and tells its readers what it has

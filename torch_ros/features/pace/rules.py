@@ -112,12 +112,10 @@ def another(
         if not (found.distance or tried.get(inst) or inst in suspected)
     }
     if is_leaf:
-        best = sources.leaf_place(near, suspected) if near else ""
+        best = sources.best_of(near, suspected, is_leaf=True) if near else ""
     else:
         older = {
-            inst: found
-            for inst, found in near.items()
-            if found.holding.state == "full" or found.entry.create_rev < source.born
+            inst: found for inst, found in near.items() if found.is_full or found.born < source.born
         }
         older.pop(source.inst, None)
         best = sources.best_of(older, suspected) if older else ""

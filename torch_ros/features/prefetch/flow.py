@@ -43,8 +43,8 @@ class _Visited(Sources):
         ranges = sources.attach_ranges(self.seat, self.ref, place)
 
         def rule(view: View) -> Step[Source]:
-            learn = sources.offered(view, self.seat, self.ref, place)
-            return sources.attach(view, ranges[-1], learn)
+            offer = sources.offered(view, self.seat, self.ref, place)
+            return sources.attach(view, self.seat, offer)
 
         return self.ask(ranges, rule, self.deadline)
 

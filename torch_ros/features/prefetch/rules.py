@@ -38,8 +38,8 @@ def oldest_original(view: View, seat: Seat, spec: Spec, held: VersionRef) -> Ste
     if not view.has(oldest):
         raise Unseen(oldest, first_holders(seat.keys, ref.run, ref.version))
     found = (
-        (entry.create_rev, inst)
-        for inst, (holding, entry) in seen_holdings(view, seat, ref).items()
+        (born, inst)
+        for inst, (holding, born) in seen_holdings(view, seat, ref).items()
         if _may_be_read(holding, ref, seat) and not k.is_of(inst, seat.inst)
     )
     inst = min(found, default=(0, ""))[1]

@@ -11,10 +11,9 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import SourceLost, StoreUnavailable, TorchRosError, VersionNotFound
 from torch_ros.features.streams import rules
 from torch_ros.protocol import sources
-from torch_ros.protocol.call import CLEAN_UP_S
 from torch_ros.protocol.group import Group
 from torch_ros.protocol.keys import inst_at, replica_of, stream_of
-from torch_ros.protocol.reaching import RETRY_S, Sources, suspect
+from torch_ros.protocol.reaching import RETRY_S, Sources
 from torch_ros.protocol.records import Reader, VersionRef
 from torch_ros.protocol.sources import Candidate, Source
 from torch_ros.shard.tally import Tally
@@ -56,18 +55,19 @@ class LeasedSources(Sources):
         self._session: Session | None = None
 
     def fill(self, deadline: Deadline, fetch: Callable[[Source], object]) -> None:
-        """`read` another buffer, to that deadline: no source was lost in it."""
+        """`read` another buffer, from the source of the last one while its lease lives.
+
+        The deadline is this buffer's, and each source may be tried again: none was lost in it.
+        """
         self.seat, self.deadline, self.tried = self.seating.seat, deadline, Counter()
         if self._session is None or not self._session.is_valid():
             self.end()
         self.read([*self.attached] or [self.another(self._missing())], lambda found: fetch(*found))
 
     def _missing(self) -> VersionNotFound:
-        who = (
-            f"replica {self._only!r} does not hold"
-            if self._only
-            else "no replica but this one holds"
-        )
+        who = "no replica but this one holds"
+        if self._only:
+            who = f"replica {self._only!r} does not hold"
         reason = f"{who} it whole, with the content that it had"
         return VersionNotFound(self.seat.keys.model, f"{self.ref.version}", reason)
 
@@ -76,6 +76,7 @@ class LeasedSources(Sources):
         return rules.choice_ranges(self.seat, self.ref)
 
     def candidates(self, view: View) -> Mapping[str, Candidate]:
+        """The full ones; and learn what layout they have to show, as the version has it now."""
         self.layout = rules.layout(view, self.seat, self.ref)
         return rules.full_ones(view, self.seat, self.ref, self._only)
 
@@ -83,7 +84,10 @@ class LeasedSources(Sources):
         return rules.best(candidates, suspected, self.seat)
 
     def attach(self, place: str) -> Source:
-        """Put the reader record, on a lease that ends with this attachment."""
+        """Put the reader record, on a lease that ends with this attachment.
+
+        On the rank's own it would outlive a stream that is dropped, and hold its source up.
+        """
         seat, ref, inst = self.seat, self.ref, inst_at(place)
         while True:
             self.end()
@@ -120,14 +124,16 @@ class LeasedSources(Sources):
         self.lose([place], lost.what, has_failed=not lost.is_orderly)
 
     def lose(self, places: Sequence[str], reason: str, *, has_failed: bool = True) -> None:
-        """Leave sources; if they have failed, others shall prefer another for a while."""
+        """Leave sources; if they have failed, others shall prefer another for a while.
+
+        Those that have only stopped serving, as trainers do, are no worse the next time.
+        """
         self.end()
         self._tally.reroutes += 1
         if not has_failed:
             return
-        timeout_s = min(CLEAN_UP_S, max(0.5, self.deadline.left_s()))
         with suppress(TorchRosError):  # load, not safety
-            suspect(self.seating, map(inst_at, places), reason, timeout_s=timeout_s)
+            self.suspect(map(inst_at, places), reason)
 
     def end(self) -> None:
         """Take the reader record back, if there is one: nothing is read, nor in flight."""

@@ -41,8 +41,8 @@ def full_ones(view: View, seat: Seat, ref: VersionRef, only: str = "") -> dict[s
     pairs = {(source, reader) for _, (source, reader, _), _ in keyed(found, k.parse_reader)}
     readers = Counter(source for source, _ in pairs)
     return {
-        inst: Candidate(holding, entry, readers[inst], 0, distance(holding.datacenter, seat))
-        for inst, (holding, entry) in seen_holdings(view, seat, ref).items()
+        inst: Candidate(holding, born, readers[inst], 0, distance(holding.datacenter, seat))
+        for inst, (holding, born) in seen_holdings(view, seat, ref).items()
         if holding.state == "full" and holding.uid == ref.uid and not k.is_of(inst, seat.inst)
         if only in {"", k.replica_of(k.owner_of(inst))}
     }
@@ -68,7 +68,5 @@ def attach(view: View, seat: Seat, ref: VersionRef, place: str, reader: Put) -> 
     """As `sources.attach`, by a reader record on a lease of its own."""
     mine = view.get(reader.key)
     is_put = mine is not None and mine.lease_id == reader.lease_id  # before; the reply was lost
-    learn = sources.offered(view, seat, ref, place, waits=is_put)
-    held = seat.keys.holding_at(ref.run, ref.version, place)
-    shards = seat.keys.shards(k.inst_at(place))
-    return sources.attach(view, shards, learn, None if is_put else reader, (held,))
+    offer = sources.offered(view, seat, ref, place, waits=is_put)
+    return sources.attach(view, seat, offer, None if is_put else reader)
