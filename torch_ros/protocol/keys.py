@@ -130,8 +130,6 @@ class Keys:
     def schema(self) -> str:
         return f"{self.root}/schema"
 
-    # Groups and their processes
-
     def groups(self) -> Range:
         return under(f"{self.root}/groups/")
 
@@ -174,8 +172,6 @@ class Keys:
     def _slot(self, replica: str) -> str:
         return f"{self.root}/seen/{_slot_of(replica)}/"
 
-    # Group calls
-
     def decisions(self, inst: str) -> str:
         return f"{self.root}/decisions/{inst}"
 
@@ -194,8 +190,6 @@ class Keys:
 
     def begun(self, inst: str, rank: int) -> str:
         return f"{self.root}/begun/{inst}/{rank:06d}"
-
-    # Runs, versions and who holds them
 
     def runs(self) -> Range:
         return under(f"{self.root}/runs/")
@@ -234,8 +228,6 @@ class Keys:
 
     def retain(self, datacenter: str, replica: str) -> str:
         return f"{self.root}/retains/{place(datacenter, _name(replica))}"
-
-    # Who reads from whom
 
     def readers(self) -> Range:
         return under(f"{self.root}/readers/")

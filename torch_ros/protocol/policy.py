@@ -56,8 +56,7 @@ class Policy:
     def took(self, found: Next, held: VersionRef | None, deadline: Deadline) -> None:  # noqa: ARG002
         """Act on the step that was decided. Called on all ranks, before any of them goes on.
 
-        Raises:
-            UsageError: It is another policy's.
+        Raises: UsageError: It is another policy's.
         """
         if found.ref is not None and found.said:
             raise UsageError(

@@ -120,8 +120,7 @@ class Seat:
 def own_group(view: View, seat: Seat) -> Entry:
     """The group's record. Its lease is the anchor: all group-level records hang on it.
 
-    Raises:
-        SeatLost: This incarnation is no longer the living one.
+    Raises: SeatLost: This incarnation is no longer the living one.
     """
     entry = view.get(seat.group)
     if entry is None:
@@ -203,8 +202,7 @@ def recorded(
 def recall(view: View, seat: Seat, number: int) -> Call | None:
     """The group's call `number`, or None if nobody has made it yet.
 
-    Raises:
-        SeatLost: It was made, and is forgotten: it must not be decided again (I3).
+    Raises: SeatLost: It was made, and is forgotten: it must not be decided again (I3).
     """
     call = find(view, seat, number)
     if call is None and number < decisions_at(view, seat.decisions).forgotten_below:

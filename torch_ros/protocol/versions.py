@@ -148,8 +148,7 @@ def listing(view: View, keys: Keys, *, of_trainers: bool = False) -> dict[int, s
 def resolve(view: View, keys: Keys, spec: Spec) -> AvailableVersion | Wait:
     """The version that `spec` means now.
 
-    Raises:
-        VersionNotFound: An absolute version that is gone; waiting would not bring it back.
+    Raises: VersionNotFound: An absolute version that is gone; waiting would not bring it back.
     """
     offer = _resolve(view, keys, spec)
     if spec.only is not None and (isinstance(offer, Wait) or offer.ref != spec.only):
