@@ -153,10 +153,8 @@ class Keys:
     def shard(self, inst: str, rank: int) -> str:
         return f"{self.root}/shards/{inst}/{rank:0{RANK_DIGITS}d}"
 
-    # The processes that took seats, on no lease
-
     def seen(self) -> Range:
-        return under(f"{self.root}/seen/")
+        return under(f"{self.root}/seen/")  # the processes that took seats, on no lease
 
     def seen_of(self, replica: str) -> Range:
         return under(f"{self._slot(replica)}{_name(replica)}/")
@@ -221,10 +219,8 @@ class Keys:
     def holding_at(self, run: str, version: int, place: str) -> str:
         return f"{self.root}/holdings/{_name(run)}/{version:0{VERSION_DIGITS}d}/{place}"
 
-    # Wishes of a datacenter's replicas about what stays there
-
     def retains(self, datacenter: str) -> Range:
-        return under(f"{self.root}/retains/{_name(datacenter)}/")
+        return under(f"{self.root}/retains/{_name(datacenter)}/")  # what is to stay there
 
     def retain(self, datacenter: str, replica: str) -> str:
         return f"{self.root}/retains/{place(datacenter, _name(replica))}"
@@ -254,10 +250,8 @@ class Keys:
     def suspect(self, source: str, reader: str) -> str:
         return f"{self.root}/suspects/{source}/{reader}"
 
-    # What features say of a replica
-
     def carried(self) -> Range:
-        return under(f"{self.root}/carried/")
+        return under(f"{self.root}/carried/")  # what features say of replicas
 
     def carried_by(self, inst: str) -> Range:
         return under(f"{self.root}/carried/{inst}/")
@@ -265,10 +259,8 @@ class Keys:
     def carried_at(self, inst: str, feature: str) -> str:
         return f"{self.root}/carried/{inst}/{_name(feature)}"
 
-    # The versions that buckets have
-
     def archives(self) -> Range:
-        return under(f"{self.root}/archives/")
+        return under(f"{self.root}/archives/")  # the versions that buckets have
 
     def archive(self, replica: str) -> str:
         return f"{self.root}/archives/{_name(replica)}"

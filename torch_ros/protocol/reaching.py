@@ -57,7 +57,7 @@ class Sources:
                         self.attached[place] = self.attach(place)
                 fetch([self.attached[place] for place in places])
             except SourceLost as lost:
-                gone = next((place for place in places if _replica_at(place) == lost.replica), "")
+                gone = next((p for p in places if replica_of(inst_at(p)) == lost.replica), "")
                 if not gone:
                     raise  # a peer's, who gave up
                 self.attached.pop(gone, None)
@@ -68,7 +68,7 @@ class Sources:
                     self.deadline.what,
                     lost.replica,
                     lost.what,
-                    ", ".join(repr(_replica_at(place)) for place in places),
+                    ", ".join(repr(replica_of(inst_at(place))) for place in places),
                 )
             else:
                 return
@@ -272,7 +272,3 @@ def suspect(
         for inst in sorted(set(insts))
     )
     seating.kv.commit(Txn(ops=(*ops, *puts)), timeout_s=timeout_s)
-
-
-def _replica_at(place: str) -> str:
-    return replica_of(inst_at(place))

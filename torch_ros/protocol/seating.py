@@ -41,6 +41,7 @@ from torch_ros.store.txn import Delete, Range, Ranges, Steps, Txn, View, one
 
 T = TypeVar("T")
 Create = Callable[[View], Step[GroupMade]]
+Fence = Callable[[SeatLost, Session], None]
 log: logging.Logger = log_of(__name__)
 
 NOTE_TTL_S = 10  # time enough for every peer to read it
@@ -222,8 +223,7 @@ class Seating:
             except (ClosedError, SeatLost):
                 return
             except TorchRosError as error:
-                reason = f"it cannot be watched over: {error}"
-                lost = SeatLost(seat.replica, reason)
+                lost = SeatLost(seat.replica, f"it cannot be watched over: {error}")
             except Exception as error:  # noqa: BLE001  # without this thread nobody is watched
                 self._surprised(forever.what, error)
                 self.pause()
@@ -361,12 +361,8 @@ class Seating:
         except BaseException:
             taking.session.close()
             raise
-        log.warning(
-            "replica %r has its seat again, as %s, after %.1f s",
-            applicant.replica,
-            seat.inst,
-            self._reminder.lasts_s,
-        )
+        name, lasts_s = applicant.replica, self._reminder.lasts_s
+        log.warning("replica %r has its seat again, as %s, after %.1f s", name, seat.inst, lasts_s)
 
     def close(self, last: Callable[[], bool] = lambda: False) -> None:
         """Give the seat up: the lease is revoked, so all its records go at once. Idempotent.
@@ -422,11 +418,7 @@ class _Taking:
     """
 
     def __init__(
-        self,
-        kv: KV,
-        applicant: Applicant,
-        deadline: Deadline,
-        fence: Callable[[SeatLost, Session], None] = lambda *_: None,
+        self, kv: KV, applicant: Applicant, deadline: Deadline, fence: Fence = lambda *_: None
     ) -> None:
         self.lost: SeatLost | None = None
         self.fence, self._kv, self._deadline = fence, kv, deadline
