@@ -367,7 +367,7 @@ def _has_not_heard(shard: ShardRecord, kept: Kept) -> bool:
 
 
 def adopted_values(shards: Sequence[ShardRecord]) -> dict[str, msgspec.Raw]:
-    """What each feature says of the replica: the newest that any rank has learned.
+    """What each feature says of the replica: the newest of what its ranks carry.
 
     Of equally new ones the weightiest counts, then that of the lowest rank.
     """
