@@ -108,8 +108,8 @@ class Attempt(ABC):
         return self.life is CallLife.ENDED
 
     def brings(self, ref: VersionRef | None) -> None:
-        """Note what it is decided to bring: if that is another version, decided anew, the group
-        cannot hold because of it what this rank was ready for before.
+        """Note the version that it is decided to bring. If it was decided anew, for another than
+        this rank was ready for, the group cannot hold the first one because of it.
         """
         if self.may_hold and ref != self.may_hold.ref:
             self.become(CallEvent.CHANGED)

@@ -148,8 +148,8 @@ def open_ranges(who: Applicant) -> Ranges:
 def create_group(view: View, who: Applicant) -> Step[GroupMade]:
     """Put this replica's group record, and its run's; the records of an incarnation before it go.
 
-    A nonce under which anybody has sat is not used again (`GroupMade.NO`): their marks and late
-    requests would count for the new incarnation.
+    A nonce under which anybody has sat is not used again (`GroupMade.NO`): late requests of that
+    incarnation would be taken for this one's.
     """
     old = GroupRecord.at(view, who.group)
     _require_may_come_back(old, who)

@@ -263,7 +263,7 @@ def suspect(
     *,
     timeout_s: float = CLEAN_UP_S,
 ) -> None:
-    """Let this replica and others prefer other sources for a while."""
+    """Let this replica and others prefer other sources for a while, and do `ops` with that."""
     seat, lease_id = seating.seat, 0
     if insts:
         lease_id, _ = seating.kv.grant(SUSPECT_TTL_S, timeout_s=timeout_s)

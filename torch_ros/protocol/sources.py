@@ -220,7 +220,7 @@ def _known(
     Leaves take little of a source. They count as readers for other leaves only, a few as one.
     """
     seen = keyed(view.seen(seat.keys.readers_for(ref.run, ref.version)), k.parse_reader)
-    reads = dict.fromkeys((source, who, _is_of_leaf(at)) for _, (source, who, _), at in seen)
+    reads = dict.fromkeys((source, who, _is_of_leaf(entry)) for _, (source, who, _), entry in seen)
     source_of = {who: source for source, who, _ in reads}
     readers = Counter((source, is_leaf) for source, who, is_leaf in reads if who not in lost)
     few = LEAVES if before == EVER else NUMBER_MAX
@@ -569,7 +569,7 @@ def claimed_ranges(seat: Seat, call: Call, place: str) -> tuple[Range, ...]:
 
 
 def attach_claimed(view: View, seat: Seat, call: Call, place: str) -> Step[Source]:
-    """As `attach`, of a rank whose group reads from there in `call`."""
+    """As `attach`, of a rank whose group reads from there in `call`, and may have a claim on it."""
     ref, current = version_read(view, seat, call), call_now(view, seat, call)
     mine, claim = reads_of(seat, ref, k.inst_at(place))
     is_put = view.get(mine) is not None  # before, and the reply was lost
