@@ -28,7 +28,7 @@ class Applicant:
     keeper: Keeper = NO_KEEPER
     seen: SeenRecord | None = None  # this process, as people find it; None: as in `shard`
     prefers: str = ""  # the replica whose full copy it reads first, and alone
-    find_former_run: Callable[[], tuple[int, str]] | None = None  # asks elsewhere; may take a while
+    find_former_run: Callable[[], tuple[int, str]] | None = None  # asks a bucket; may take a while
     # For each try to take a seat:
     lease_id: int = 0
     nonce: str = ""  # for a new incarnation; with `is_shared`, the only one it may join

@@ -75,13 +75,13 @@ def next_version(view: View, seat: Seat, spec: Spec, held: VersionRef, skipping:
             return Next(ref)
         if not view.shows(near_range(seat, ref)):
             raise Unseen(*_of_holdings(view, seat), near_range(seat, ref))
-    return _elsewhere(there, offer.ref, skipping)
+    return _next_from_afar(there, offer.ref, skipping)
 
 
-def _elsewhere(
+def _next_from_afar(
     there: Mapping[VersionRef, Mapping[str, Holding]], newest: VersionRef, skipping: Skipping
 ) -> Next:
-    """The step to take where none of these versions is full."""
+    """The step to take where none of these versions is full here: one fetches it."""
     if any(map(_is_fetching, there.values())):
         return Next()
     if skipping.may_fetch is not None:
