@@ -244,7 +244,7 @@ class Ledger:
         return ready.ref if ready else None
 
     def learn(self, call: Call, outcome: Outcome, seat: Seat, value: str = "") -> None:
-        """Note how a call ended, in which this rank said `value`.
+        """Note how a call ended, in which this rank said `value`; and what it holds since then.
 
         Raises:
             SeatLost: That seat is lost, and peers may have been told that this rank does not know
@@ -329,7 +329,7 @@ class Ledger:
         return self.calls_made + (not is_again)
 
     def goes_on_without(self, call: Attempt) -> bool:
-        """Note that this rank has done its part without etcd, and waits for nobody.
+        """Note that this rank has done its part without etcd: its call may return, unfinished.
 
         False: it has its seat again, and has to make the call from there.
         """

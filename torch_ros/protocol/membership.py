@@ -320,8 +320,8 @@ def adopted(shards: Sequence[ShardRecord]) -> tuple[list[Call], Kept | None]:
     """The calls that have ended, and the version held, by what all ranks know together.
 
     One rank does not know all: it may have lost its seat before it heard how the last call ended.
-    So of the last call that changed what is held, those count that know its end; the others may at
-    most not have heard of it. Else the group holds nothing, as its parts may be of two versions.
+    What is held is decided by the ranks that know the last call which changed it. The others must
+    have kept the same, or just not have heard of its end; or parts of two versions were offered.
     """
     ends = _ends_of(shards)
     calls = [ends[number] for number in sorted(ends)][-CALLS_KEPT:]

@@ -134,14 +134,14 @@ class Seating:
         *,
         check: Callable[[], None] | None = None,
     ) -> T:
-        """Perform what needs the seat.
+        """Perform what needs the seat; with `patience`, what can do without it when etcd fails.
 
         Args:
-            check: None: whether it is there.
+            check: Called between requests; None: it raises if the seat is not there.
 
         Raises:
-            SeatLost, ClosedError: It is lost, or given up. Or etcd has failed for longer than the
-                patience of a call lasts that can do without it: the caller loses the seat then.
+            SeatLost, ClosedError: It is lost, or given up. Or etcd has failed for longer than that
+                patience lasts: the caller has to lose the seat then.
         """
         bear = partial(self._bear, patience) if patience and not patience.is_usual else None
         check = check or self.ledger.check
@@ -150,10 +150,10 @@ class Seating:
     def _bear(
         self, patience: Patience, error: StoreUnavailable | AccessDenied, lasts_s: float
     ) -> None:
-        """Bear that etcd fails, for as long as a call does that has another way; then raise.
+        """Bear that etcd fails, for as long as this call does, which has another way; then raise.
 
-        etcd may renew the lease all the while, so that the seat would never be lost
-        (docs/protocol/unattended.md#an-etcd-that-refuses).
+        A full etcd renews leases and refuses the rest: the seat would never be lost, and the call
+        wait to its deadline (docs/protocol/unattended.md#an-etcd-that-refuses).
         """
         is_refused = isinstance(error, StoreAlarm | AccessDenied)
         if lasts_s >= patience.bears_s(self.applicant.ttl_s, is_refused=is_refused):
@@ -172,9 +172,9 @@ class Seating:
         return run(follow(ranges, rule), self.kv, deadline, check=self.ledger.check_open)
 
     def await_seat(self, deadline: Deadline, patience: Patience | None = None) -> None:
-        """Wait until this rank has its seat, if it lost it and may come back.
+        """Wait until this rank has its seat, if it has lost it and takes it again.
 
-        Raises: SeatLost: It does not come back, or not in time.
+        Raises: SeatLost: It is lost for good; or not back by the deadline, or within `patience`.
         """
         patience = patience or Patience()
         while not self.ledger.is_closed:
