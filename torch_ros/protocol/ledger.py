@@ -138,7 +138,7 @@ class Attempt(ABC):
 
 
 class Carrier(Protocol):
-    """What a feature says of the replica, as this rank knows it. Asked and told under the lock."""
+    """A feature's say about the replica, as this rank knows it. Asked and told under the lock."""
 
     @property
     def carried(self) -> Mapping[str, Carried]:

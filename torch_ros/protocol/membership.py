@@ -305,7 +305,7 @@ def _complete(
 def _strange(shards: Sequence[ShardRecord]) -> list[int]:
     """The ranks that were started again, alone: they lack what their peers have brought about.
 
-    That shows where peers bring the good end of a call that takes all ranks, or what a feature
+    It shows where peers bring the good end of a call that takes all ranks, or what a feature
     says since such a call. A group that has made none takes anybody.
     """
     takes_all = ("agree", "publish", "replicate")
@@ -320,8 +320,8 @@ def adopted(shards: Sequence[ShardRecord]) -> tuple[list[Call], Kept | None]:
     """The calls that have ended, and the version held, by what all ranks know together.
 
     One rank does not know all: it may have lost its seat before it heard how the last call ended.
-    What is held is decided by the ranks that know the last call which changed it. The others must
-    have kept the same, or just not have heard of its end; or parts of two versions were offered.
+    Ranks that know the last call which changed the holding decide what it is. The others must have
+    kept the same, or just not have heard of its end; or parts of two versions were offered.
     """
     ends = _ends_of(shards)
     calls = [ends[number] for number in sorted(ends)][-CALLS_KEPT:]
@@ -367,9 +367,9 @@ def _has_not_heard(shard: ShardRecord, kept: Kept) -> bool:
 
 
 def adopted_values(shards: Sequence[ShardRecord]) -> dict[str, msgspec.Raw]:
-    """What each feature says of the replica: the newest of what its ranks carry.
+    """The newest that each feature says of the replica, of all that its ranks carry.
 
-    Of equally new ones the weightiest counts, then that of the lowest rank.
+    If several are as new, the weightiest counts, then that of the lowest rank.
     """
     carried = [one for shard in reversed(shards) for one in shard.carries.items()]
     by_order = sorted(carried, key=lambda one: one[1].order)
@@ -399,7 +399,7 @@ def _adopt(
 ) -> tuple[list[Op], tuple[Guard, ...]]:
     """Write the calls that have ended and the version that is held, as all ranks know together.
 
-    Else a rank would make a call again that its peers know has ended.
+    Without that, a rank would make a call again that its peers know has ended.
     """
     calls, kept = adopted(shards)
     ops: list[Op] = []

@@ -339,7 +339,7 @@ def _by_place(own_birth: int, candidates: Candidates) -> str:
     """The h-th of those that are older than this replica, from the next one on, if h are full.
 
     From h full ones come h chains, which take turns by age: who is h older stands in the same one.
-    That takes no look at who has found a source already, which among many is a lot to read. If it
+    This takes no look at who has found a source already, which among many is a lot to read. If it
     has a reader, the next one without: older ones first. "": all have.
     """
     older = [i for i, found in candidates.items() if found.born < own_birth]
