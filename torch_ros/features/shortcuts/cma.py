@@ -62,6 +62,7 @@ def _behind(spans: Spans, count: int) -> Spans:
 
 
 def shares(spans: Spans, count: int) -> list[Spans]:
+    """The same bytes in as many parts of equal sizes, cut anywhere; those without any left out."""
     ends = np.cumsum(spans[:, 2]).astype(np.int64)
     sizes = spans[:, 2].astype(np.int64)
     starts, total = ends - sizes, int(ends[-1]) if len(ends) else 0

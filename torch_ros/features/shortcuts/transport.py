@@ -17,6 +17,7 @@ from functools import partial
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from torch_ros.costs import HOST_COSTS, Costs
 from torch_ros.errors import ClosedError, TransferFailed
@@ -31,6 +32,8 @@ from torch_ros.printable import log_of
 from torch_ros.spans import HOST, Region, Spans
 
 log: logging.Logger = log_of(__name__)
+
+Bools = npt.NDArray[np.bool_]
 
 # Registrations of less are words, mailboxes, manifests: not worth a look at what is mapped here,
 # which takes a millisecond or two.
@@ -154,11 +157,10 @@ class ShortcutTransfer:
 
 
 class ShortcutPeer:
-    transport: ShortcutTransport
-    agent: str
-
     def __init__(self, transport: ShortcutTransport, base: Peer) -> None:
-        self.transport, self._base, self.agent = transport, base, base.agent
+        self.transport: ShortcutTransport = transport
+        self.agent: str = base.agent
+        self._base = base
         self.mapped: MappedMemory = MappedMemory()
         # The peer's, if its memory can be read through the kernel; 0: it cannot.
         self.pid: int | None = None
@@ -270,11 +272,12 @@ class ShortcutPeer:
         self, spans: Spans, *, source_device: int = HOST, target_device: int = HOST
     ) -> Transfer:
         with self.transport.lock:
-            if source_device == target_device == HOST and (read := self._prepare_shared(spans)):
+            if source_device == target_device == HOST and (read := self._prepare_copied(spans)):
                 return read
         return self._base.prepare(spans, source_device=source_device, target_device=target_device)
 
-    def _prepare_shared(self, spans: Spans) -> ShortcutTransfer | None:
+    def _prepare_copied(self, spans: Spans) -> ShortcutTransfer | None:
+        """A read that copies as much as it can; None: nothing, or too little."""
         transport, known = self.transport, self.mapped
         if not (len(spans) and (known.rows or self._covers)):
             return None
@@ -282,31 +285,34 @@ class ShortcutPeer:
         keys, there = room(spans[:, 1], spans[:, 2], tuple(owners))
         # Spans that are empty, or not registered, are refused where all others are.
         is_sound = (spans[:, 2] > 0) & (there >= spans[:, 2])
-        is_copied, row, sources = known.find(spans[:, 0], spans[:, 2])
-        is_copied &= is_sound
-        is_read = np.zeros_like(is_copied)
-        digests = set[bytes]()
-        if self.pid and self._covers and int(spans[~is_copied, 2].sum()) >= CMA_BYTES:
-            covers, offered = room(spans[:, 0], spans[:, 2], tuple(self._covers))
-            is_read = is_sound & ~is_copied & (offered >= spans[:, 2])
-            read_keys = set(covers[is_read].tolist())
-            digests = {of for cover, of in self._covers.items() if cover.key in read_keys}
-        is_taken = is_copied | is_read
+        is_mapped, row, sources = known.find(spans[:, 0], spans[:, 2])
+        is_mapped &= is_sound
+        is_read, digests = self._readable(spans, is_sound & ~is_mapped)
+        is_taken = is_mapped | is_read
         rest, taken = spans[~is_taken], spans.copy()
-        if not len(rest):
+        if not len(rest):  # the other transport reads the last byte of all
             source, target, size_bytes = spans[-1].tolist()
             taken[-1, 2] = last = size_bytes - 1
             rest = np.array([(source + last, target + last, 1)], np.uint64)
-        taken[is_copied, 0] = sources[is_copied]
-        copies, reads = (taken[these & (taken[:, 2] > 0)] for these in (is_copied, is_read))
+        taken[is_mapped, 0] = sources[is_mapped]
+        copies, reads = (taken[these & (taken[:, 2] > 0)] for these in (is_mapped, is_read))
         if not len(copies) and not len(reads):
             return None
-        rows = [known.rows[index] for index in set(row[is_copied].tolist())]
+        rows = [known.rows[index] for index in set(row[is_mapped].tolist())]
         used, digests = {each[2] for each in rows}, digests | {each[3] for each in rows}
         taken_keys = set(keys[is_taken].tolist())
         targets = {owner for cover, owner in owners.items() if cover.key in taken_keys}
         base = self._base.prepare(rest)
         return ShortcutTransfer(self, base, copies, reads, used, digests, targets)
+
+    def _readable(self, spans: Spans, among: Bools) -> tuple[Bools, set[bytes]]:
+        """Which of these the kernel reads, and the digests of the descriptors that name them."""
+        if not (self.pid and self._covers and int(spans[among, 2].sum()) >= CMA_BYTES):
+            return np.zeros_like(among), set()
+        keys, offered = room(spans[:, 0], spans[:, 2], tuple(self._covers))
+        is_read = among & (offered >= spans[:, 2])
+        read_keys = set(keys[is_read].tolist())
+        return is_read, {of for cover, of in self._covers.items() if cover.key in read_keys}
 
     def unmap(self, mappings: Iterable[Mapping]) -> None:
         """Give up some mappings; reads of them fail from then on."""
