@@ -356,6 +356,7 @@ class Ledger:
             return True
 
     def _note_given_up(self, call: Attempt) -> None:
+        """It ended badly, and has used up one number, as on the peers, which may have made it."""
         call.become(CallEvent.CUT_OFF)
         if self._given_up == (call.kind, call.asked) and call.number == self.calls_made:
             return  # its caller has tried again: it is one call still

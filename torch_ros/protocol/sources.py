@@ -239,6 +239,7 @@ def _known(
 
 
 def _is_of_leaf(reader: Entry) -> bool:
+    """Whether the reader says so; one whose record cannot be read counts as any other."""
     try:
         return Reader.decode(reader.value, "").is_leaf
     except BackendError:
@@ -505,6 +506,7 @@ def reads_of(seat: Seat, ref: VersionRef, source: str) -> tuple[str, str]:
 
 
 def _reader(seat: Seat, call: Call, place: str) -> Reader:
+    """The record of this replica as a reader there, which says what it costs the source."""
     is_far = place != k.place(seat.datacenter, k.inst_at(place))
     return Reader(call.number, is_far=is_far, is_leaf=seat.leaves.is_leaf(seat, call))
 
