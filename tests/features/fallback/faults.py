@@ -21,14 +21,14 @@ fault(
 
 fault(
     "a bucket is read as soon as nobody holds anything",
-    "Quiet.has_lasted",
+    "Unheld.has_lasted",
     scenario="killed in a publication",
 )(lambda _: lambda self, view, seat, now_s: not rules.is_held(view, seat))
 
 
 @instead(
     "time in which somebody has held something counts for the bucket",
-    "Quiet.has_lasted",
+    "Unheld.has_lasted",
     scenario="trained while corrupt",
 )
 def _(has_lasted, self, view, seat, now_s):
@@ -44,16 +44,16 @@ def _(has_lasted, self, view, seat, now_s):
 
 @instead(
     "time without a seat, or without a store, counts for the bucket",
-    "FallingBack._quiet_of",
+    "FallingBack._unheld_of",
     scenario="store away, and a bucket",
 )
-def _(quiet_of, self, seat, number):
+def _(unheld_of, self, seat, number):
     self._inst = seat.inst
-    quiet = quiet_of(self, seat, number)
-    if self._quiet is None:
-        self._quiet = quiet = rules.Quiet(seat, number, 10)
-    quiet._ttl_s = math.inf
-    return quiet
+    unheld = unheld_of(self, seat, number)
+    if self._unheld is None:
+        self._unheld = unheld = rules.Unheld(seat, number, 10)
+    unheld._ttl_s = math.inf
+    return unheld
 
 
 fault("the bucket's run is the newest", "number_of", scenario="opens beside a bucket's")(
@@ -127,7 +127,9 @@ def _(init, self, shard, below, spec, deadline):
 
 
 fault(
-    "what the dead have left is held", "Quiet.outlasts_the_dead", scenario="killed in a publication"
+    "what the dead have left is held",
+    "Unheld.outlasts_the_dead",
+    scenario="killed in a publication",
 )(lambda _: lambda self, now_s: self._held_s is not None)
 
 
@@ -161,14 +163,14 @@ def _(is_passed_over, self, decided, error):
 )
 def _(is_passed_over, self, decided, error):
     is_again = is_passed_over(self, decided, error)
-    if self._quiet is not None:
-        self._quiet.begin()
+    if self._unheld is not None:
+        self._unheld.begin()
     return is_again
 
 
 @instead(
     "who could not read a version does not look who has published meanwhile",
-    "Quiet.has_lasted",
+    "Unheld.has_lasted",
     scenario="trained while corrupt",
 )
 def _(has_lasted, self, view, seat, now_s):

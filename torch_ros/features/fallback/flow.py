@@ -21,8 +21,8 @@ from torch_ros.errors import (
 )
 from torch_ros.features.fallback.rules import (
     NAME,
-    Quiet,
     Stored,
+    Unheld,
     fall_back,
     highest,
     is_filled,
@@ -99,8 +99,8 @@ class FallingBack:
         self._asked, self._spec = spec, replace(spec, may_miss=False) if self._is_open else spec
         self._avoided = set[str]()  # manifests of versions that could not be read
         self._standing: int | None = None  # the highest number that the own run has
-        self._quiet: Quiet | None = None
-        self._inst = ""  # whose quiet it is
+        self._unheld: Unheld | None = None
+        self._inst = ""  # whose time it is
         self._found: Stored | None = None
         self._has_none = False  # it was asked, and that is the answer
         self._failure: UnreadableVersion | None = None
@@ -120,7 +120,7 @@ class FallingBack:
         while True:
             try:
                 claim(effects)
-            except _IsQuiet:
+            except _IsUnheld:
                 self._ask(call)
             else:
                 return
@@ -131,36 +131,36 @@ class FallingBack:
         step = rule(view, seat, call, spec=self._spec)
         if not isinstance(step, Wait) or not _decides(seat) or not self._is_open:
             return step
-        quiet = self._quiet_of(seat, call.number)
-        if not quiet.has_lasted(view, seat, now_s := time.monotonic()):
+        unheld = self._unheld_of(seat, call.number)
+        if not unheld.has_lasted(view, seat, now_s := time.monotonic()):
             self._found, self._has_none = None, False
             if is_filled(view, seat):
                 return step
-            if quiet.outlasts_the_dead(now_s):  # they live, and write when it is available
+            if unheld.outlasts_the_dead(now_s):  # they live, and write when it is available
                 return rule(view, seat, call, spec=self._asked)
-            may_end = lambda: quiet.may_end(time.monotonic())  # noqa: E731
+            may_end = lambda: unheld.may_end(time.monotonic())  # noqa: E731
             return Wait(step.reason, step.ranges, step.limit_s, may_end)
         if self._found is not None:
             self._standing = highest(view, seat)
             return fall_back(view, seat, call, self._found)
         if self._has_none:
             return calls.nothing(view, seat, call)
-        raise _IsQuiet
+        raise _IsUnheld
 
-    def _quiet_of(self, seat: Seat, number: int) -> Quiet:
-        if self._quiet is None or self._inst != seat.inst:
+    def _unheld_of(self, seat: Seat, number: int) -> Unheld:
+        if self._unheld is None or self._inst != seat.inst:
             self._inst = seat.inst
-            self._quiet = Quiet(seat, number, self._shard.group.applicant.ttl_s)
-        return self._quiet
+            self._unheld = Unheld(seat, number, self._shard.group.applicant.ttl_s)
+        return self._unheld
 
     def _ask(self, call: GroupCall) -> None:
         """Find a version in the bucket, or that there is none, or that it has to be asked again."""
-        shard, below, quiet = self._shard, self._below, self._quiet_of(call.seat, call.number)
+        shard, below, unheld = self._shard, self._below, self._unheld_of(call.seat, call.number)
         log.info("%s: nobody has a version of %r; asking %s", call.asked, shard.model, below.url)
         layout, avoided = shard.tensors.require("replicate").layout, frozenset(self._avoided)
         choose = partial(below.choose, layout, avoided, is_alone=shard.is_alone)
         try:
-            found = _left_alone(choose, partial(self._look_at_store, call, quiet))
+            found = _left_alone(choose, partial(self._look_at_store, call, unheld))
         except _IsHeld:
             return
         except BucketError as error:
@@ -169,7 +169,7 @@ class FallingBack:
             if self._asked.may_miss:
                 raise
             log.warning("%s: %s; it waits on, and asks again", call.asked, error)
-            quiet.begin()
+            unheld.begin()
             return
         if found is not None:
             self._found = found
@@ -179,16 +179,16 @@ class FallingBack:
             self._has_none = True
         else:
             log.info("%s: %s has no version that fits; it waits on", call.asked, below.url)
-            quiet.begin()
+            unheld.begin()
 
-    def _look_at_store(self, call: GroupCall, quiet: Quiet) -> None:
+    def _look_at_store(self, call: GroupCall, unheld: Unheld) -> None:
         """While a bucket is listed: time goes on for as long as the store answers."""
         self._check(call, "the list")
-        if quiet.must_ask(time.monotonic()):
+        if unheld.must_ask(time.monotonic()):
             seat = call.seat
-            rule = lambda view: Done(quiet.has_lasted(view, seat, time.monotonic()))  # noqa: E731
+            rule = lambda view: Done(unheld.has_lasted(view, seat, time.monotonic()))  # noqa: E731
             _glance(call, whole(spec_ranges(seat.keys)), rule)
-            if not quiet.has_begun:
+            if not unheld.has_begun:
                 raise _IsHeld
 
     def _check(self, call: GroupCall, awaited: str) -> None:
@@ -271,8 +271,8 @@ class FallingBack:
             self._failure = error
         self._found = None
         self._avoided.add(manifest)
-        if self._quiet is not None:
-            self._quiet.is_over = True  # nobody but this replica held anything
+        if self._unheld is not None:
+            self._unheld.is_over = True  # nobody but this replica held anything
         log.warning("%s; trying the version before it", error)
         return True
 
@@ -300,7 +300,7 @@ class _IsHeld(Exception):
     """Somebody holds something by now."""
 
 
-class _IsQuiet(Exception):
+class _IsUnheld(Exception):
     """Nobody has held anything for long, and the bucket was not asked yet."""
 
 

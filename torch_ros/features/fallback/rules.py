@@ -104,7 +104,7 @@ def highest(view: View, seat: Seat) -> int | None:
     return max((number for _, (_, number), _ in there), default=None)
 
 
-class Quiet:
+class Unheld:
     """How long nobody has held anything, as one seat sees it, while the store answers.
 
     Args:

@@ -131,7 +131,7 @@ def _borrow(shard: Shard, version: int | str, deadline: Deadline) -> Loans:
     shard.read_begins(deadline)
     shard.read_ends(None, deadline)  # a loan that is refused leaves nothing half read
     while True:
-        offer = _available(shard, spec, deadline)
+        offer = _publishers(shard, spec, deadline)
         refusals = list[NotSupported | LoanRefused]()
         for inst in sorted(offer.holdings):
             try:
@@ -141,13 +141,13 @@ def _borrow(shard: Shard, version: int | str, deadline: Deadline) -> Loans:
             except PeerError as error:
                 log.info("replica %r: %s", replica_of(inst), error)
         # A copy is there for as long as its holding is: was it, all the time?
-        if refusals and _available(shard, spec, deadline) == offer:
+        if refusals and _publishers(shard, spec, deadline) == offer:
             raise refusals[0]
         deadline.check(f"version {offer.ref.version} was at {', '.join(offer.holdings)}")
         time.sleep(PAUSE_S)
 
 
-def _available(shard: Shard, spec: Spec, deadline: Deadline) -> _Offer:
+def _publishers(shard: Shard, spec: Spec, deadline: Deadline) -> _Offer:
     """The version that is meant, and its publishers; once there are some."""
     keys = shard.group.seat.keys
 
