@@ -274,6 +274,7 @@ class _Link:
         target_device: int,
         targets: AbstractSet[NixlRegistration],
     ) -> NixlTransfer:
+        """Make a read; NIXL takes the key of a cover for a device's number."""
         sources, landing = (
             bindings.nixlXferDList(_kind(device), np.ascontiguousarray(pieces[:, columns]))
             for device, columns in ((source_device, [0, 2, 3]), (target_device, [1, 2, 4]))

@@ -173,6 +173,7 @@ def _by_block(direct: DirectSpans, target: Blocks) -> tuple[DirectSpans, Ints]:
     block = first[owner] + ordinal
     cut = direct.take(owner)
     begin = (block - target.starts[cut.target_chunk]) * BLOCK_BYTES
+    # The last one may be longer than others: a chunk with gaps is one block.
     end = np.where(block == last[owner], ends[owner], begin + BLOCK_BYTES)
     begin = np.maximum(begin, starts[owner])
     return replace(

@@ -10,7 +10,7 @@ import numpy as np
 from torch_ros.deadline import Deadline
 from torch_ros.p2p.transport import Transfer
 from torch_ros.spans import Spans
-from torch_ros.weights.columns import distinct
+from torch_ros.weights.columns import distinct, numbered
 
 TRANSFER_BYTES = 32 << 20  # within one host a transfer is a copy, during which nothing else is done
 FLIGHT = 2  # transfers in flight at a time
@@ -131,10 +131,8 @@ def cut(spans: Spans) -> Spans:
     """
     if int(spans[:, 2].max()) <= TRANSFER_BYTES:
         return spans
-    counts = (spans[:, 2] + np.uint64(TRANSFER_BYTES - 1)) // np.uint64(TRANSFER_BYTES)
-    pieces = np.repeat(spans, counts.astype(np.int64), axis=0)
-    firsts = np.repeat(np.cumsum(counts) - counts, counts.astype(np.int64))
-    done = (np.arange(len(pieces), dtype=np.uint64) - firsts) * np.uint64(TRANSFER_BYTES)
+    owner, ordinal = numbered(-(-spans[:, 2].astype(np.int64) // TRANSFER_BYTES))
+    pieces, done = spans[owner], ordinal.astype(np.uint64) * np.uint64(TRANSFER_BYTES)
     pieces[:, :2] += done[:, None]
     pieces[:, 2] = np.minimum(pieces[:, 2] - done, np.uint64(TRANSFER_BYTES))
     return pieces

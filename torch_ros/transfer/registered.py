@@ -238,9 +238,9 @@ def _regions(tensors: Iterable[torch.Tensor]) -> set[Region]:
         spans[tensor.get_device(), tensor.untyped_storage().data_ptr()].add(span_of(tensor))
     regions = set()
     for (device, _), within in spans.items():
-        [(start, size_bytes), *others] = sorted(within)
-        for address, length in others:
-            if address > start + size_bytes:
+        [(start, size_bytes), *later] = sorted(within)  # the first region, as far as it is known
+        for address, length in later:
+            if address > start + size_bytes:  # it ends here, and another begins
                 regions.add(Region(start, size_bytes, device))
                 start, size_bytes = address, 0
             size_bytes = max(size_bytes, address + length - start)
