@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 
-from without import FEATURES, PACKAGE, stripped, transports
+from without import FEATURES, PACKAGE, stripped, transports, undefined
 
 MARK = re.compile(r"# (?:feature (\w+)|\} (\w+))")
 
@@ -22,6 +22,11 @@ def test_without_any_one_feature_the_rest_imports_publishes_replicates_and_updat
         0,
         [f"{feature}: stands" for feature in FEATURES],
     ), done.stderr
+
+
+def test_a_name_that_goes_with_a_feature_is_seen_where_no_call_comes_to_it(tmp_path):
+    (tmp_path / "a.py").write_text("def f():\n    return gone\n\n\ndef g():\n    return f\n")
+    assert undefined(tmp_path).count("gone") == 1
 
 
 def test_nixl_is_tried_without_the_features_that_stand_around_it():

@@ -109,12 +109,22 @@ def use(transport: str) -> None:
     trainer.close(linger_s=0)
 
 
+def undefined(package: Path) -> str:
+    """Names that functions use and nothing defines: a mark is missing. No call may come to them."""
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--quiet"]
+    rule = ["--select", "F821", "--output-format", "concise", package]
+    return subprocess.run([*command, *rule], capture_output=True, text=True).stdout
+
+
 def try_without(feature: str) -> int:
     """The exit status of a child that uses the package without the feature."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "torch_ros"
         shutil.copytree(PACKAGE, copy)  # with what is compiled already
         remove(feature, copy)
+        if found := undefined(copy):
+            print(found, file=sys.stderr)
+            return 1
         if (child := os.fork()) == 0:
             status = 1
             try:

@@ -10,9 +10,9 @@ import torch
 
 import torch_ros
 from torch_ros.deadline import Deadline
-from torch_ros.errors import DeadlineExceeded, SourceLost
+from torch_ros.errors import DeadlineExceeded, SourceLost, TransferFailed
 from torch_ros.features.huge_pages.pages import HugePages
-from torch_ros.memory.transport import MemoryPeer, MemoryTransport
+from torch_ros.memory.transport import MemoryPeer, MemoryTransfer, MemoryTransport
 from torch_ros.shard.beside import Dropped
 from torch_ros.shard.tensors import Tensors
 from torch_ros.transfer import mailbox as mailbox_module
@@ -180,6 +180,34 @@ def test_only_a_source_that_is_mute_is_cut_off_while_its_manifest_is_read(monkey
             peers.state(mailbox.card, deadline)
     assert len(cuts_seen) == cuts
     assert peers.state(mailbox.card, deadline).manifest is not None
+    peers.close()
+    for transport in (source, reader):
+        transport.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "late"),
+    [
+        (KeyboardInterrupt(), []),
+        (TransferFailed("a", "gone"), []),
+        (DeadlineExceeded("x", 1, "y"), [True]),
+    ],
+)
+def test_only_an_answer_that_may_still_come_is_waited_for_before_the_next(monkeypatch, error, late):
+    source, reader = MemoryTransport(), MemoryTransport()
+    peers, deadline, mailbox = Peers(reader), Deadline("look", 5), Mailbox(source)
+    mailbox.serve(7, 1)
+    shown = peers.state(mailbox.card, deadline)
+
+    def fails(_):
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MemoryTransfer, "is_done", fails)
+        with pytest.raises(type(error)):
+            peers.word(shown, deadline)
+    assert [box.is_late for box in peers._mailboxes.values()] == late
+    assert peers.word(shown, deadline) == Word(7, 1)
     peers.close()
     for transport in (source, reader):
         transport.close()
