@@ -131,6 +131,15 @@ def test_one_read_may_be_of_both(pair):
     assert arrives(read, targets, source[5:], file.memory[7:], source[:3])
 
 
+def test_each_span_is_copied_in_one_way(make):
+    source_end, reader = make(), make(threads=1)
+    file, source = File(), random_bytes(1)
+    peer, _ = attached(source_end, reader, file.memory, source)
+    read, targets = prepared(reader, peer, file.memory, source)
+    assert dict(read.ways) == {"mapped": SIZE, "cma": SIZE - 1, "memory": 1}
+    assert arrives(read, targets, file.memory, source)
+
+
 def test_a_part_of_a_file_that_is_mapped_elsewhere_in_it_is_found(pair):
     file = File(size=3 * SIZE)
     address = shared._libc.mmap(None, SIZE, mmap.PROT_READ, mmap.MAP_SHARED, file.fd, SIZE)
