@@ -15,6 +15,7 @@ from torch_ros import arguments
 from torch_ros.copies.buffers import CopyBuffers, Copying
 from torch_ros.copies.transforms import Transform
 from torch_ros.copies.turns import HostBuffers
+from torch_ros.deadline import Deadline
 from torch_ros.errors import UsageError
 from torch_ros.face.aio import AsyncHandle
 from torch_ros.features.contract.flow import Contract  # feature contract
@@ -284,12 +285,11 @@ class ShardHandle:
         """
         shard, asked = self._shard, Asked.of("publish", version)
 
-        def begin() -> Callable[[], bool]:
-            deadline = shard.deadline(asked, timeout_s)
+        def flow(deadline: Deadline) -> bool:
             content = Content(partial(shard.ready, "publish"))
-            return partial(publish, shard, version, content, asked, deadline, store_wait_s)
+            return publish(shard, version, content, deadline, store_wait_s)
 
-        return collectively(shard, asked, begin)
+        return collectively(shard, asked, flow, timeout_s)
 
     def publish_copy(
         self,
@@ -352,11 +352,10 @@ class ShardHandle:
                 version,
                 state,
                 copier=self.copies.copier(copying),
-                timeout_s=timeout_s,
                 store_wait_s=store_wait_s,
             )
 
-        return self.checkpoints.save_made(version, made)
+        return self.checkpoints.save_made(version, made, timeout_s)
 
     # feature contract {
     def guard(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
@@ -406,12 +405,7 @@ class ShardHandle:
                 certain (DTensors, views, what was saved or read), a warning says so, once. Writes
                 through `.data`, fused optimizers and CUDA graphs are not counted.
         """
-        shard, asked = self._shard, Asked("unpublish")
-
-        def begin() -> Callable[[], None]:
-            return partial(shard.unpublish, shard.deadline(asked, timeout_s))
-
-        collectively(shard, asked, begin, is_member=False)
+        collectively(self._shard, Asked("unpublish"), self._shard.unpublish, timeout_s)
 
     # Reading
 
@@ -469,12 +463,11 @@ class ShardHandle:
         """
         shard, asked = self._shard, Asked.of("replicate", version)
 
-        def begin() -> Callable[[], VersionRef | None]:
-            deadline = shard.deadline(asked, timeout_s)
+        def flow(deadline: Deadline) -> VersionRef | None:
             spec = replace(Spec.parse(version), may_miss=missing_ok)
-            return partial(replicate, shard, spec, Target(shard), deadline)
+            return replicate(shard, spec, Target(shard), deadline)
 
-        ref = collectively(shard, asked, begin)
+        ref = collectively(shard, asked, flow, timeout_s)
         return ref.version if ref is not None else None
 
     def update(

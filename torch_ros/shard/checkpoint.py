@@ -173,24 +173,33 @@ class Checkpoints:
         Returns:
             As `ShardHandle.publish`.
         """
-        return self.save_made(request.version, lambda: request, request.begun)
+        return self.save_made(request.version, lambda: request, request.timeout_s, request.begun)
 
     def save_made(
-        self, version: int, made: Callable[[], SaveRequest], begun: Beginning | None = None
+        self,
+        version: int,
+        made: Callable[[], SaveRequest],
+        timeout_s: float | None,
+        begun: Beginning | None = None,
     ) -> bool:
         """As `save`; an error of `made`, which makes the request, is one on all ranks."""
         shard, memory = self._shard, self._stager_memory
-        asked = Asked.of("save", version)
-        return collectively(shard, asked, lambda: _Save(shard, made(), memory).run, begun)
+        save: _Save | None = None  # one, however often it begins: its copy is made once
+
+        def flow(deadline: Deadline) -> bool:
+            nonlocal save
+            save = save or _Save(shard, made(), memory, deadline)
+            return save.run()
+
+        return collectively(shard, Asked.of("save", version), flow, timeout_s, begun)
 
     def load(self, request: LoadRequest) -> ReadReport:
         """Give up what is held, register and read. Checked before anything changes."""
-        shard, asked = self._shard, request.asked
 
-        def begin() -> Callable[[], ReadReport]:
-            return Load(shard, request, shard.deadline(asked, request.timeout_s)).run
+        def flow(deadline: Deadline) -> ReadReport:
+            return Load(self._shard, request, deadline).run()
 
-        return collectively(shard, asked, begin, request.begun)
+        return collectively(self._shard, request.asked, flow, request.timeout_s, request.begun)
 
 
 def agree(
@@ -240,11 +249,14 @@ class _Save:
     """
 
     def __init__(
-        self, shard: Shard, request: SaveRequest, stager_memory: set[tuple[int, int]]
+        self,
+        shard: Shard,
+        request: SaveRequest,
+        stager_memory: set[tuple[int, int]],
+        deadline: Deadline,
     ) -> None:
-        self._shard, self._request = shard, request
+        self._shard, self._request, self._deadline = shard, request, deadline
         self._asked = request.asked
-        self._deadline = shard.deadline(self._asked, request.timeout_s)
         self._state: LocalState | None = None  # what is published: a copy, if one was asked for
         self._registered: LocalState | None = None
         self._attendants: Sequence[Attendant] = ()  # of this copy
@@ -261,9 +273,7 @@ class _Save:
         self._give_way()
         content, store_wait_s = Content(self._register, self._more), request.store_wait_s
         try:
-            is_offered = publish(
-                shard, request.version, content, self._asked, self._deadline, store_wait_s
-            )
+            is_offered = publish(shard, request.version, content, self._deadline, store_wait_s)
             assert self._state is not None
             self._memory.clear()
             if request.from_stager:

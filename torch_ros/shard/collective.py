@@ -28,43 +28,46 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 log: logging.Logger = log_of(__name__)
 
+TAKES_BACK = ("unpublish", "release")  # which a rank may do whose seat is lost for good
+
 
 def collectively(
     shard: Shard,
     asked: Asked,
-    begin: Callable[[], Callable[[], T]],
+    flow: Callable[[Deadline], T],
+    timeout_s: float | None = None,
     begun: Beginning | None = None,
     *,
-    is_member: bool = True,
     continues: bool = False,
 ) -> T:
     """Make a call of the caller, with all of the group's calls that it consists of.
 
     Args:
         asked: The call, as all ranks make it.
-        begin: Checks the caller's arguments, and returns what makes the calls.
+        flow: Checks the caller's arguments, and makes the calls. It begins anew, with the same
+            deadline, when this rank finds that its peers have unpublished.
+        timeout_s: As for `Shard.deadline`.
         begun: The call's beginning, if it is one of DCP: others that never came are ended.
-        is_member: As for `Shard.busy`.
         continues: It goes on with a call of which all ranks have made parts before.
     """
-    ledger, first = shard.group.ledger, 0
+    ledger, first = shard.group.ledger, 0  # the number of its first part; 0: it has not begun
 
-    def call() -> T:
+    def make() -> T:
         nonlocal first
         shard.end_beginnings(begun)
         first = ledger.calls_made + 1
         ledger.caller, ledger.first = asked, 0 if continues else first
         try:
             require_memory()
-            return _as_part_of(asked, begin())
+            return _until_made(asked, flow, shard.deadline(asked, timeout_s))
         finally:
             first, ledger.caller = max(first, ledger.first), None
 
     try:
-        come = call if begun is None else partial(begun.come, call)
-        return shard.busy(come, is_member=is_member)
+        make_in_time = make if begun is None else partial(begun.come, make)
+        return shard.busy(make_in_time, is_member=asked.verb not in TAKES_BACK)
     except BaseException as error:
-        # Ctrl-C may come before it has begun; an error of ours there says that it may not be.
+        # Ctrl-C may come before it has begun; an error of ours there refuses it on this rank alone.
         if first or not isinstance(error, TorchRosError):
             first = first or ledger.calls_made + 1
             end = partial(end_for_all, shard, asked, error, first, continues=continues)
@@ -78,14 +81,14 @@ def checked(shard: Shard, asked: Asked, check: Callable[[], T]) -> T:
     try:
         return check()
     except UsageError:
-        return collectively(shard, asked, lambda: check)
+        return collectively(shard, asked, lambda _: check())
 
 
-def _as_part_of(asked: Asked, flow: Callable[[], T]) -> T:
+def _until_made(asked: Asked, flow: Callable[[Deadline], T], deadline: Deadline) -> T:
     """Start `flow` again when this rank finds that its peers have unpublished."""
     while True:
         try:
-            return flow()
+            return flow(deadline)
         except Missed as missed:
             log.warning("%s: %r came first, made by the peers", asked, f"{missed.call.asked}")
 
@@ -113,7 +116,7 @@ def end_for_all(
     ledger.caller, ledger.first = asked, 0 if continues else first
     try:
         while True:  # the peers may have ended some of them well, without this rank
-            _as_part_of(asked, lambda: shard.make(refusal))
+            _until_made(asked, lambda _: shard.make(refusal), deadline)
             deadline.check("the peers go on")
     except TorchRosError as ended:
         log.info("%s: ended for all ranks: %s", asked, ended)

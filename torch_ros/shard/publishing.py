@@ -8,7 +8,6 @@ from torch_ros.deadline import Deadline
 from torch_ros.printable import log_of
 from torch_ros.protocol.call import GroupCall
 from torch_ros.protocol.group import GroupTask
-from torch_ros.protocol.records import Asked
 from torch_ros.protocol.versions import check_version
 from torch_ros.shard.core import Shard
 from torch_ros.shard.publishers import require_equal
@@ -37,12 +36,11 @@ def publish(
     shard: Shard,
     version: int,
     content: Content,
-    asked: Asked,
     deadline: Deadline,
     store_wait_s: float | None,
 ) -> bool:
     """Offer tensors as a version; the answer is whether they are offered now."""
-    watch = Stopwatch()
+    watch, asked = Stopwatch(), shard.asked
 
     def perform(call: GroupCall) -> bool:
         if call.may_hold is None:

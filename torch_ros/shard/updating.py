@@ -39,15 +39,12 @@ class UpdateRequest:
 
 def update(shard: Shard, request: UpdateRequest) -> VersionRef | None:
     """Go to `request` if it is newer than what is held; None: it is not."""
-    what = Asked.of("update", request.version)
-    return collectively(shard, what, lambda: at_once(shard, request, what))
+    asked, flow = Asked.of("update", request.version), partial(update_at_once, shard, request)
+    return collectively(shard, asked, flow, request.timeout_s)
 
 
-def at_once(shard: Shard, request: UpdateRequest, what: Asked) -> Callable[[], VersionRef | None]:
-    return partial(_update, shard, request, shard.deadline(what, request.timeout_s))
-
-
-def _update(shard: Shard, request: UpdateRequest, deadline: Deadline) -> VersionRef | None:
+def update_at_once(shard: Shard, request: UpdateRequest, deadline: Deadline) -> VersionRef | None:
+    """As `update`, within the call of the caller; no version is waited for, if one is held."""
     search = Search(shard, request, deadline)
     search.begin()
     is_asked = search.held is not None or search.policy.is_asked_first

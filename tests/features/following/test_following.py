@@ -405,10 +405,10 @@ def test_ctrl_c_between_two_tries_ends_the_peers(opened, pool, replica, monkeypa
     publisher(opened)
     pause = flow._pause
 
-    def interrupted(shard, lookout):
+    def interrupted(shard, *times):
         if shard.group.seat.rank == 1:
             raise KeyboardInterrupt
-        pause(shard, lookout)
+        pause(shard, *times)
 
     def lost(*_):
         raise SourceLost("trainer", "it is gone", 0, 0)

@@ -31,7 +31,7 @@ from torch_ros.protocol.seat import Seat
 from torch_ros.shard.collective import collectively, end_for_all
 from torch_ros.shard.core import Shard
 from torch_ros.shard.replication import replicate
-from torch_ros.shard.updating import End, Search, UpdateRequest, at_once
+from torch_ros.shard.updating import End, Search, UpdateRequest, update_at_once
 from torch_ros.store.loops import Step, WaitAtMost
 from torch_ros.store.txn import View
 
@@ -115,29 +115,19 @@ def update(shard: Shard, request: UpdateRequest, wait_s: float) -> VersionRef | 
     With a `wait_s`: when it is, or when there is one, if nothing is held.
     """
     waits = not isinstance(wait_s, int | float) or wait_s > 0
-    what = Asked.of("update", request.version, waits=waits)
+    what, lookout = Asked.of("update", request.version, waits=waits), Lookout(wait_s)
 
-    def begin() -> Callable[[], VersionRef | None]:
+    def flow(deadline: Deadline) -> VersionRef | None:
         arguments.seconds("wait_s", wait_s)
         if waits:
-            return _looking_out(shard, request, Lookout(wait_s), what)
-        return at_once(shard, request, what)
+            return _update_within(shard, request, lookout)
+        return update_at_once(shard, request, deadline)
 
-    return collectively(shard, what, begin)
-
-
-def _looking_out(
-    shard: Shard, request: UpdateRequest, lookout: Lookout, what: Asked, *, pauses: bool = False
-) -> Callable[[], VersionRef | None]:
-    if pauses:  # within the call, so that Ctrl-C ends it for the peers too
-        _pause(shard, lookout)
-    return partial(_update_within, shard, request, lookout, what)
+    return collectively(shard, what, flow, request.timeout_s)
 
 
-def _update_within(
-    shard: Shard, request: UpdateRequest, lookout: Lookout, what: Asked
-) -> VersionRef | None:
-    ref, has_given_up = None, False
+def _update_within(shard: Shard, request: UpdateRequest, lookout: Lookout) -> VersionRef | None:
+    ref, has_given_up, what = None, False, shard.asked
     while ref is None:
         search = LookingOut(shard, request, shard.deadline(what, request.timeout_s), lookout)
         search.begin()
@@ -179,9 +169,10 @@ def _newer_versions(shard: Shard, request: UpdateRequest, stop: Stop, what: Aske
     losses, continues = 0, False
     while True:
         lookout = Lookout(math.inf, stop)
-        begin = partial(_looking_out, shard, request, lookout, what, pauses=losses > 0)
+        pause_s = PAUSE_TTLS * shard.group.applicant.ttl_s if losses else 0.0
+        flow = partial(_follow, shard, request, lookout, time.monotonic() + pause_s)
         try:
-            ref = collectively(shard, what, begin, continues=continues)
+            ref = collectively(shard, what, flow, request.timeout_s, continues=continues)
         except (SourceLost, VersionNotFound) as lost:
             losses, continues = losses + 1, True
             if losses == LOSSES_MAX:
@@ -203,8 +194,15 @@ def _newer_versions(shard: Shard, request: UpdateRequest, stop: Stop, what: Aske
         yield ref.version
 
 
-def _pause(shard: Shard, lookout: Lookout) -> None:
-    until_s = time.monotonic() + PAUSE_TTLS * shard.group.applicant.ttl_s
+def _follow(
+    shard: Shard, request: UpdateRequest, lookout: Lookout, begins_s: float, _: Deadline
+) -> VersionRef | None:
+    if time.monotonic() < begins_s:  # within the call, so that Ctrl-C ends it for the peers too
+        _pause(shard, lookout, begins_s)
+    return _update_within(shard, request, lookout)
+
+
+def _pause(shard: Shard, lookout: Lookout, until_s: float) -> None:
     is_cut = is_cancelled.get() or (lambda: False)  # the peers are told in the next call
     while time.monotonic() < until_s and not (lookout.is_told() or is_cut() or shard.is_closed):
         shard.group.pause()

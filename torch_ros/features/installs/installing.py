@@ -170,15 +170,10 @@ class Installing:
         self._installs.open = self
         self._calls_before = self._shard.group.ledger.calls_made
         try:
-            return collectively(self._shard, self._asked, self._begin)
+            return collectively(self._shard, self._asked, self._enter, self._timeout_s)
         except BaseException as error:
             self.fail(error, raises=False)
             raise
-
-    def _begin(self) -> Callable[[], VersionRef]:
-        if self._installs.intake is None:
-            raise UsageError("installing: open the handle with installs=True, on all ranks")
-        return partial(self._enter, Spec.parse(self._version))
 
     @property
     def _intake(self) -> Intake:
@@ -193,9 +188,10 @@ class Installing:
     def _rank(self) -> int:
         return self._shard.group.seat.rank
 
-    def _enter(self, spec: Spec) -> VersionRef:
-        shard, known = self._shard, self._installs.known
-        deadline = shard.deadline(self._asked, self._timeout_s)
+    def _enter(self, deadline: Deadline) -> VersionRef:
+        if self._installs.intake is None:
+            raise UsageError("installing: open the handle with installs=True, on all ranks")
+        shard, known, spec = self._shard, self._installs.known, Spec.parse(self._version)
         self._installs.told.wait(max(0.0, deadline.left_s()))
         if shard.is_alone:
             self._attempt = known.install.attempt + 1
@@ -248,15 +244,14 @@ class Installing:
             self.fail(error)
             return
         try:
-            collectively(shard, self._end, lambda: self._leave)
+            collectively(shard, self._end, self._leave, self._timeout_s)
             self._close()  # here: Ctrl-C may come in between
         except BaseException as failed:
             self.fail(failed, refuses=shard.group.ledger.calls_made == number)
             raise
 
-    def _leave(self) -> None:
+    def _leave(self, deadline: Deadline) -> None:
         shard = self._shard
-        deadline = shard.deadline(self._end, self._timeout_s)
         if shard.is_alone:
             ref = self._content()
             rule = partial(rules.leave_alone, attempt=self._attempt, ref=ref)

@@ -1,7 +1,7 @@
 """Versions that a handle reads without becoming a source of them, until it is told to `serve`."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -69,18 +69,16 @@ class Reads:
             version, None, given, is_served=False, verb="read", keeps=True, is_partial=is_partial
         )
 
-        def begin() -> Callable[[], ReadReport]:
-            return Load(shard, request, shard.deadline(request.asked, timeout_s)).run
+        def flow(deadline: Deadline) -> ReadReport:
+            return Load(shard, request, deadline).run()
 
-        return collectively(shard, request.asked, begin)
+        return collectively(shard, request.asked, flow, timeout_s)
 
     def serve(self, timeout_s: float | None) -> int:
-        shard, asked = self._shard, Asked("serve")
+        def flow(deadline: Deadline) -> int:
+            return Serving(self._shard, deadline).run()
 
-        def begin() -> Callable[[], int]:
-            return Serving(shard, shard.deadline(asked, timeout_s)).run
-
-        return collectively(shard, asked, begin)
+        return collectively(self._shard, Asked("serve"), flow, timeout_s)
 
 
 class Serving:

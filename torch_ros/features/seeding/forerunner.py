@@ -242,7 +242,7 @@ class Forerunner(Feature):
         fetch = partial(fetch_version, shard, order.ref, asked, deadline)
         is_there = False
         try:
-            is_there = collectively(shard, asked, lambda: fetch)
+            is_there = collectively(shard, asked, lambda _: fetch())
         except ManifestMismatch as error:
             self._unfit = order.ref, error
             raise
@@ -294,7 +294,7 @@ class Forerunner(Feature):
         asked = Asked("release")
         deadline = Deadline(f"{asked}", math.inf, check_open=self._check_open)
         if shard.state != "gone":
-            collectively(shard, asked, lambda: partial(shard.unpublish, deadline), is_member=False)
+            collectively(shard, asked, lambda _: shard.unpublish(deadline))
         self._let_go()
 
     def _let_go(self) -> None:

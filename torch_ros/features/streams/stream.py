@@ -4,7 +4,7 @@ import itertools
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Self
@@ -152,14 +152,13 @@ class Streams(Feature):
 
         check = partial(_names, fqns, buffer_bytes)
 
-        def begin() -> Callable[[], tuple[VersionRef, Deadline, list[str] | None]]:
-            deadline = shard.deadline(asked, timeout_s)
+        def flow(deadline: Deadline) -> tuple[VersionRef, Deadline, list[str] | None]:
             shard.read_begins(deadline)
             arguments.optional(arguments.text)("source", source)
             names = check() if shard.is_alone else None
-            return lambda: (self._decide(Spec.parse(version), deadline), deadline, names)
+            return self._decide(Spec.parse(version), deadline), deadline, names
 
-        ref, deadline, names = collectively(shard, asked, begin)
+        ref, deadline, names = collectively(shard, asked, flow, timeout_s)
         names = check() if names is None else names  # bad ones are this rank's own affair
         number = next(self._numbers)
         wanted = Wanted(ref, names, buffer_bytes, deadline.timeout_s, number, source or "")
