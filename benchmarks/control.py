@@ -145,7 +145,7 @@ def publish(group: Group, version: int) -> VersionRef:
 
 def replicate(group: Group, reading: Callable[[], None] = lambda: None) -> VersionRef:
     def body(call: GroupCall) -> VersionRef:
-        call.decide_and_claim(partial(rules.replicate, spec=LATEST, is_relay=True))
+        call.decide_and_claim(partial(rules.announce_filling, spec=LATEST, is_relay=True))
         ClaimedSources(call).read(call.decided.sources, lambda _: reading())
         end(call)
         return call.ref

@@ -410,13 +410,13 @@ def test_who_loads_all_of_a_version_passes_on_what_it_has_already(handles, monke
     trainer, rollout = handles
     save(trainer, 1, state())
     relayed = []
-    replicate = calls.replicate
+    replicate = calls.announce_filling
 
     def look(*arguments, is_relay, **options):
         relayed.append(is_relay)
         return replicate(*arguments, is_relay=is_relay, **options)
 
-    monkeypatch.setattr(calls, "replicate", look)
+    monkeypatch.setattr(calls, "announce_filling", look)
     load(rollout, blank())
     save(trainer, 2, state())
     part = blank()

@@ -164,10 +164,10 @@ def view_of(*parts):
 
 def effects(rule, **options):
     return partial(
-        calls.decide,
+        calls.find_or_decide,
         seat=SEAT,
         call=records.Call(3, "publish", records.Asked("x"), SEAT.rank),
-        effects=lambda view, call: rule(view, SEAT, call, **options),
+        effects=partial(rule, **options),
     )
 
 
@@ -180,8 +180,8 @@ RULES = {
     },
     "keep": lambda view: keeping(view, MODEL, REF, GivenUp(OWN, "default")),
     "keep an older": lambda view: keeping(view, MODEL, OLDER, GivenUp(OWN, "default")),
-    "publish": effects(calls.publish, version=3, fresh_uid="new"),
-    "replicate": effects(calls.replicate, spec=Spec(), is_relay=True),
+    "publish": effects(calls.announce_version, version=3, fresh_uid="new"),
+    "replicate": effects(calls.announce_filling, spec=Spec(), is_relay=True),
     "claim": lambda view: sources.claim(view, SEAT, CALL),
     "attach": lambda view: sources.attach_claimed(view, SEAT, CALL, "t@1"),
     "attach to another": lambda view: sources.attach_claimed(view, SEAT, CALL, "z@1"),

@@ -134,7 +134,7 @@ def publish(group, version, layout="L", timeout_s=5, summing_up=lambda: None):
     keys, run, uid = group.seat.keys, group.seat.run, uuid.uuid4().hex
 
     def body(call):
-        effects = partial(calls.publish, version=version, fresh_uid=uid)
+        effects = partial(calls.announce_version, version=version, fresh_uid=uid)
         call.decide((keys.versions(run), keys.holdings(run)), effects)
         if not call.has_ended:
             finish(call, layout, summing_up=summing_up)
@@ -145,7 +145,7 @@ def publish(group, version, layout="L", timeout_s=5, summing_up=lambda: None):
 
 
 def decide_to_read(call, version="latest", *, is_relay=True):
-    rule = partial(calls.replicate, spec=Spec.parse(version), is_relay=is_relay)
+    rule = partial(calls.announce_filling, spec=Spec.parse(version), is_relay=is_relay)
     call.decide_and_claim(rule)
 
 
@@ -181,7 +181,7 @@ def extended_replicate(group, *, more=(), must=()):
 
     def rule(view, seat, call):
         names = {"more": dict.fromkeys(more, empty), "must": dict.fromkeys(must, empty)}
-        return calls.replicate(
+        return calls.announce_filling(
             view, seat, msgspec.structs.replace(call, **names), Spec(), is_relay=True
         )
 
@@ -886,10 +886,11 @@ def test_a_publication_that_is_made_again_is_no_conflict_with_its_own_readers(st
     ranges = (*trainer.seat.own, keys.versions(run), keys.holdings(run))
     view = store.kv.read(Read(ranges), timeout_s=5)
     call = Call(2, "publish", Asked("publish", 7), 0)
-    again = calls.publish(view, trainer.seat, call, 7, ref.uid)
+    again = calls.announce_version(view, trainer.seat, call, 7, ref.uid)
     assert store.kv.commit(again.txn, timeout_s=5).applied
     assert isinstance(
-        attempt(partial(calls.publish, view, trainer.seat, call, 7, "another")), VersionConflict
+        attempt(partial(calls.announce_version, view, trainer.seat, call, 7, "another")),
+        VersionConflict,
     )
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from torch_ros.deadline import Deadline
-from torch_ros.errors import TorchRosError
+from torch_ros.errors import TorchRosError, UsageError
 from torch_ros.features.retention import rules as retention
 from torch_ros.memory.store import MemoryKV
 from torch_ros.protocol import membership, records, sources, versions
@@ -18,7 +18,7 @@ from torch_ros.protocol.keys import Keys, lingering_of, parse_reader
 from torch_ros.protocol.seat import Seat
 from torch_ros.protocol.versions import Spec
 from torch_ros.store import txn
-from torch_ros.store.loops import Act, Done, Wait, looking_ahead, settle
+from torch_ros.store.loops import Act, Done, Wait, settle
 from torch_ros.store.run import run
 from torch_ros.store.txn import (
     Commit,
@@ -156,8 +156,8 @@ def add_one(view):
 
 
 def added(kv, first=None, ahead=(), keep=None):
-    rule = looking_ahead(add_one, ahead, keep) if ahead else add_one
-    return run(settle("test", (one("/n/0"),), rule, first), kv, Deadline("test", 5))
+    steps = settle("test", (one("/n/0"),), add_one, first, ahead, keep)
+    return run(steps, kv, Deadline("test", 5))
 
 
 def test_what_is_read_ahead_saves_the_next_loop_its_read():
@@ -171,6 +171,22 @@ def test_what_was_seen_of_something_else_does_not():
     kv = Counting()
     assert added(kv, kv.read(Read((one("/n/1"),)), timeout_s=1)) == 1
     assert kv.asked == ["read", "read", "commit"]
+
+
+def test_an_error_is_not_believed_of_a_view_from_before():
+    """No guard protects an error: what it is about may have come since."""
+
+    def number(view):
+        if view.get("/n/0") is None:
+            raise UsageError("there is no number")
+        return Done(int(view.entries["/n/0"].value))
+
+    kv, range_ = Counting(), one("/n/0")
+    before = kv.read(Read((range_,)), timeout_s=1)
+    with pytest.raises(UsageError):
+        run(settle("test", (range_,), number, before), kv, Deadline("test", 5))
+    added(kv)
+    assert run(settle("test", (range_,), number, before), kv, Deadline("test", 5)) == 1
 
 
 def test_who_loses_a_race_has_seen_what_there_is_now():

@@ -95,10 +95,10 @@ def replica(kv, name):
 def reads(place):
     """All that a replica of one process asks etcd while it replicates, but for its shards."""
     own = place.own
-    effects = lambda view, call: calls.replicate(view, place, call, Spec(), is_relay=True)
+    effects = partial(calls.announce_filling, spec=Spec(), is_relay=True)
     ranges = (*own, *spec_ranges(KEYS), sample(KEYS.readers()), KEYS.suspects())
     made = records.Call(1, "replicate", records.Asked("r"), by=place.rank)
-    decide = partial(calls.decide, seat=place, call=made, effects=effects)
+    decide = partial(calls.find_or_decide, seat=place, call=made, effects=effects)
     call = yield from settle("decide", ranges, decide)
     if not call.sources:
         claim = partial(sources.claim, seat=place, call=call)

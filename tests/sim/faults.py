@@ -233,24 +233,24 @@ def _(rule, view, seat, made, failure):
 fault("an aborted call leaves its holding", "_undo")(lambda undo: lambda seat, call: ())
 
 
-@instead("the second rank decides again", "decide")
-def _(rule, view, seat, call, effects):
+@instead("the second rank decides again", "find_or_decide")
+def _(rule, view, seat, call, effects, seen):
     found = calls.find(view, seat, call.number)
     if found is None or found.by == seat.rank or found.outcome is not None:
-        return rule(view, seat, call, effects)
+        return rule(view, seat, call, effects, seen)
     others = [c for c in seat_calls(view, seat) if c.number != call.number]
     entry = msgspec.structs.replace(
         view.entries[seat.decisions], value=records.Decisions(others).encode()
     )
     entries = {**view.entries, seat.decisions: entry}
-    return rule(msgspec.structs.replace(view, entries=entries), seat, call, effects)
+    return rule(msgspec.structs.replace(view, entries=entries), seat, call, effects, seen)
 
 
 def seat_calls(view, at):
     return seat.calls_of(view, at)
 
 
-fault("most ranks do not look what was decided", "look_up", "decide")(
+fault("most ranks do not look what was decided", "look_up", "find_or_decide")(
     lambda rule: lambda view, seat, **kwargs: rule(unseen(view, seat.decisions), seat, **kwargs)
 )
 
@@ -317,7 +317,7 @@ def _(has_changed, self, watch):
 
 
 @instead("who lost a race looks at what it saw before", "settle", scenario="two trainers")
-def _(settle, what, ranges, rule, first=None):
+def _(settle, what, ranges, rule, first=None, *ahead):
     seen = first
 
     def answered(_, reply):
@@ -328,15 +328,15 @@ def _(settle, what, ranges, rule, first=None):
             return msgspec.structs.replace(reply, view=seen)
         return reply
 
-    return overheard(settle(what, ranges, rule, first), answered=answered)
+    return overheard(settle(what, ranges, rule, first, *ahead), answered=answered)
 
 
 # Versions
 
-fault("publish: newer versions are not guarded", "calls:publish", scenario="two trainers")(
+fault("publish: newer versions are not guarded", "announce_version", scenario="two trainers")(
     edited(guards=without(NoneNewer))
 )
-fault("publish: the version's record is not guarded", "calls:publish", scenario="two trainers")(
+fault("publish: the version's record is not guarded", "announce_version", scenario="two trainers")(
     edited(guards=not_on("versions"))
 )
 
@@ -357,9 +357,9 @@ def _(fellow, view, seat, version):
         return ""
 
 
-@fault("an error is decided from what the last call saw", "sure", scenario="seen before")
-def _(_sure):
-    return lambda effects, seen: effects
+@fault("an error is decided from what the last call saw", "find_or_decide", scenario="seen before")
+def _(rule):
+    return lambda *args, **named: rule(*args, **{**named, "seen": None})
 
 
 # Samples of what there is
@@ -570,7 +570,7 @@ fault(
 )(lambda rule: True)
 
 
-@instead("a source is claimed with the decision", "calls:replicate", scenario="burst across")
+@instead("a source is claimed with the decision", "announce_filling", scenario="burst across")
 def _(rule, view, seat, call, spec, *, is_relay):
     step = rule(view, seat, call, spec, is_relay=is_relay)
     if not isinstance(step, Act):

@@ -685,11 +685,11 @@ class World(Scheduler):
     def inhabited(self):
         world, threads, time = self, self.threads(), self.time()
 
-        def settle(what, ranges, rule, first=None):
+        def settle(what, ranges, rule, *ahead):
             mine, loops_in = (ranges, rule), world.current.loops
             loops_in.append(mine)
             try:
-                return (yield from loops.settle(what, ranges, rule, first))
+                return (yield from loops.settle(what, ranges, rule, *ahead))
             finally:  # of one that was given up, whenever that is
                 loops_in[:] = [one for one in loops_in if one is not mine]
 

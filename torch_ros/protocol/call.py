@@ -21,7 +21,7 @@ from torch_ros.errors import (
 )
 from torch_ros.printable import log_of
 from torch_ros.protocol import calls, meeting, sources, unpublish
-from torch_ros.protocol.calls import SourceTerms
+from torch_ros.protocol.calls import Effects, SourceTerms
 from torch_ros.protocol.keys import family
 from torch_ros.protocol.ledger import Attempt, BeginsAgain
 from torch_ros.protocol.life import WAS_READY, CallEvent
@@ -42,14 +42,12 @@ from torch_ros.protocol.seat import Seat
 from torch_ros.protocol.seating import Seating
 from torch_ros.protocol.sources import Claimed, Source
 from torch_ros.protocol.versions import spec_ranges
-from torch_ros.store.loops import Done, Step, WaitAtMost, looking_ahead, settle
+from torch_ros.store.loops import Done, Step, WaitAtMost, settle
 from torch_ros.store.run import run
 from torch_ros.store.session import Session
 from torch_ros.store.txn import Range, Ranges, Read, View, one
 
 T = TypeVar("T")
-Effects = Callable[[View, Seat, Call], Step[Call]]
-"""The effects that a decision writes besides itself."""
 SumUp = Callable[[Mapping[int, str]], None]
 """Ends a call by what every rank has said."""
 Sight = tuple[Seat, View]
@@ -185,12 +183,8 @@ class GroupCall(Attempt):
             look = partial(calls.look_up, seat=seat, number=self.number)
             found = self.settle(ahead, look, ahead)
         if found is None:
-            rule = partial(
-                calls.decide,
-                seat=seat,
-                call=self.fresh(self.at_ms),
-                effects=calls.sure(lambda view, call: effects(view, seat, call), seen),
-            )
+            made = self.fresh(self.at_ms)
+            rule = partial(calls.find_or_decide, seat=seat, call=made, effects=effects, seen=seen)
             found = self.settle((*ahead, *ranges), rule, ahead, seen)
         self._enter(found)
 
@@ -244,7 +238,10 @@ class GroupCall(Attempt):
 
     def decide_to_publish(self, version: int, traceparent: str = "") -> None:
         self.traceparent = traceparent
-        effects = partial(calls.publish, version=version, fresh_uid=self.fresh_uid)
+
+        def effects(view: View, seat: Seat, call: Call) -> Step[Call]:
+            return calls.announce_version(view, seat, call, version, self.fresh_uid)
+
         ahead = calls.version_ranges(self.seat, self._fresh_ref(version))
         self.decide(calls.publish_ranges(self.seat), effects, ahead)
 
@@ -505,10 +502,11 @@ class GroupCall(Attempt):
         first: View | None = None,
     ) -> T:
         """Perform a step of the call; with it, read `ahead` for the next one."""
-        if ahead:
-            rule = looking_ahead(rule, ahead, partial(setattr, self, "seen"))
-        steps = settle(self.asked, ranges, rule, first)
+        steps = settle(self.asked, ranges, rule, first, ahead, self._see)
         return self.seating.run(steps, self.deadline, self.patience)
+
+    def _see(self, view: View) -> None:
+        self.seen = view
 
 
 def _require_known(made: GroupCall, call: Call) -> None:

@@ -6,7 +6,7 @@ I1 to I16 are the invariants of docs/PROTOCOL.md#invariants and of the pages tha
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -75,6 +75,8 @@ from torch_ros.store.txn import (
 )
 
 T = TypeVar("T")
+Effects = Callable[[View, Seat, Call], Step[Call]]
+"""The effects that a decision writes besides itself."""
 
 DELETES_MAX = 48  # per transaction; etcd allows 128 operations, and as many guards
 
@@ -87,13 +89,14 @@ def look_up(view: View, seat: Seat, number: int) -> Step[Call | None]:
     return Done(recall(view, seat, number))
 
 
-def decide(
-    view: View, seat: Seat, call: Call, effects: Callable[[View, Call], Step[Call]]
+def find_or_decide(
+    view: View, seat: Seat, call: Call, effects: Effects, seen: View | None = None
 ) -> Step[Call]:
     """The group's call of that number: found, or written with its effects (or their error, I3).
 
     Args:
         call: As this rank makes it.
+        seen: A view from before, from which no error is decided: no guard protects one.
 
     Raises:
         SeatLost: This incarnation is no longer the living one.
@@ -102,8 +105,10 @@ def decide(
     if there := recall(view, seat, call.number):
         return Done(there)
     try:
-        step = effects(view, call)
+        step = effects(view, seat, call)
     except TorchRosError as error:
+        if view is seen:
+            raise Unseen from None
         failure = Failure.of(error, replica=seat.replica, call=call.number, rank=seat.rank)
         return recorded(view, seat, msgspec.structs.replace(call, outcome=Outcome(failure)))
     return hearing(step, seat)
@@ -123,20 +128,6 @@ def _with_own(wait: Wait, seat: Seat) -> Wait:
     return msgspec.structs.replace(wait, ranges=(*seat.own, *wait.ranges))
 
 
-def sure(rule: Callable[..., Step[T]], seen: View | None) -> Callable[..., Step[T]]:
-    """`rule`, whose errors are never decided from `seen`: no guard protects an error."""
-
-    def surely(view: View, *args: Any) -> Step[T]:
-        try:
-            return rule(view, *args)
-        except TorchRosError:
-            if view is seen:
-                raise Unseen from None
-            raise
-
-    return surely
-
-
 def begun(view: View, seat: Seat, mine: Begun) -> Step[bool]:
     """Say that this rank has begun a call of DCP; whether all have."""
     own_group(view, seat)
@@ -149,7 +140,7 @@ def begun(view: View, seat: Seat, mine: Begun) -> Step[bool]:
     return Done(sum(number >= mine.number for number in there.values()) == seat.world_size)
 
 
-# effects: what a decision writes besides itself
+# Effects
 
 
 def check_publishable(view: View, seat: Seat, call: Call, version: int) -> Step[Call]:
@@ -165,7 +156,9 @@ def _refuse_old(view: View, seat: Seat, version: int) -> None:
         raise VersionConflict(seat.keys.model, version, seat.run, f"it is already at {newest}")
 
 
-def publish(view: View, seat: Seat, call: Call, version: int, fresh_uid: str) -> Step[Call]:
+def announce_version(
+    view: View, seat: Seat, call: Call, version: int, fresh_uid: str
+) -> Step[Call]:
     """Announce the version; it is offered once every rank is ready.
 
     `fresh_uid` is the call's own: if it is there already, this call is made again.
@@ -251,7 +244,9 @@ def require_nothing_held(view: View, seat: Seat) -> None:
             )
 
 
-def replicate(view: View, seat: Seat, call: Call, spec: Spec, *, is_relay: bool) -> Step[Call]:
+def announce_filling(
+    view: View, seat: Seat, call: Call, spec: Spec, *, is_relay: bool
+) -> Step[Call]:
     """Resolve the version and announce the filling holding. `sources.claim` follows.
 
     It comes second, so that it sees all that is older than this holding (I13).

@@ -194,13 +194,13 @@ class ClaimedSources(Sources):
             return learn()
         call.read_from.add(inst_at(place))
         ranges = sources.claimed_ranges(seat, call.decided, place)
-        attach = partial(sources.attach_claimed, seat=seat, call=call.decided, place=place)
+        rule = partial(sources.attach_claimed, seat=seat, call=call.decided, place=place)
         # It tries the view that showed the claim first, as if that had been asked for `ranges`: if
         # a record that the rule needs is not in it, the rule asks for it.
         first = call.seen and msgspec.structs.replace(call.seen, asked=ranges)
         mine = one(seat.keys.ready(seat.inst, call.number, seat.rank))
         watched = (*calls.end_ranges(seat, call.decided), mine)
-        return call.settle(ranges, calls.sure(attach, first), watched, first)
+        return call.settle(ranges, rule, watched, first)
 
     def detach(self, place: str, lost: SourceLost) -> None:
         """Leave a source that failed; others shall prefer another for a while (I8, load only)."""

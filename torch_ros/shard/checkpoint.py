@@ -11,7 +11,8 @@ from torch_ros.deadline import Deadline
 from torch_ros.errors import ContractBroken, CutOff, ManifestMismatch, UsageError
 from torch_ros.printable import log_of
 from torch_ros.protocol import calls
-from torch_ros.protocol.call import Effects, GroupCall
+from torch_ros.protocol.call import GroupCall
+from torch_ros.protocol.calls import Effects
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.records import Asked, Outcome
 from torch_ros.protocol.seat import recorded

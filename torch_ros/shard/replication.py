@@ -218,16 +218,16 @@ class Replication:
     def perform(self, call: GroupCall) -> VersionRef | None:
         self._target.prepare()
         self._book_lost_time()
-        self.decide(call)
+        self.choose(call)
         if call.decided.ref is not None:
             self._read(call)
         return call.decided.ref
 
-    def decide(self, call: GroupCall) -> None:
+    def choose(self, call: GroupCall) -> None:
         """Decide which version, and claim sources of it."""
         self._call, supplier = call, self._target.supplier
         is_relay = self._terms.is_relayed and self._shard.settings.relay
-        rule = partial(calls.replicate, spec=self.spec, is_relay=is_relay)
+        rule = partial(calls.announce_filling, spec=self.spec, is_relay=is_relay)
         claim = partial(
             call.decide_and_claim,
             sources_max=sources_max(self._target.bytes_total),
@@ -236,7 +236,7 @@ class Replication:
         if supplier is None:
             claim(rule)
         else:
-            supplier.decide(call, rule, claim)
+            supplier.choose(call, rule, claim)
 
     def _read(self, call: GroupCall) -> None:
         """Do what was decided."""
@@ -293,7 +293,7 @@ class Replication:
     def _fetch(self, claimed: ClaimedSources, meter: Meter, sources: Sequence[Source]) -> None:
         call = claimed.call
         self._book_lost_time()
-        feeds = [self._reach(claimed, source) for source in sources]
+        feeds = [self._feed_of(claimed, source) for source in sources]
         self._watch.lap("manifests")
         self._note_sources(sources, feeds)
         has_some = self.progress is not None and self.progress.bytes_read > 0
@@ -333,7 +333,7 @@ class Replication:
             if via is not None:
                 self._via, change = via, None
 
-    def _reach(self, claimed: ClaimedSources, source: Source) -> Feed:
+    def _feed_of(self, claimed: ClaimedSources, source: Source) -> Feed:
         judge = self._judges.of(claimed, source) if self._judges else None
         check = self._shard.group.ledger.check
         return reach(self._shard.reading.peers, claimed, source, check, judge)

@@ -10,7 +10,8 @@ from typing import NamedTuple, Protocol
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import TorchRosError
-from torch_ros.protocol.call import Effects, GroupCall
+from torch_ros.protocol.call import GroupCall
+from torch_ros.protocol.calls import Effects
 from torch_ros.protocol.reaching import ClaimedSources
 from torch_ros.protocol.records import Call, VersionRef
 from torch_ros.protocol.sources import Source
@@ -78,7 +79,7 @@ class Supplier(Protocol):
     where: str  # for reports
     called: str  # as what is asked names it, or ranks that have none would differ silently
 
-    def decide(
+    def choose(
         self, call: GroupCall, rule: Callable[..., Step[Call]], claim: Callable[[Effects], None]
     ) -> None:
         """Decide, and claim, by `rule`, or that the version is brought from elsewhere.

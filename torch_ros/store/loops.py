@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from torch_ros.errors import Contention
+from torch_ros.errors import Contention, TorchRosError
 from torch_ros.store.txn import (
     UNKNOWN,
     Commit,
@@ -49,7 +49,7 @@ class Act(Struct, Generic[T_co], frozen=True):
 
     txn: Txn
     then: Callable[[Reply], T_co] | None
-    ahead: Ranges = ()  # what the next loop will want to see; see `looking_ahead`
+    ahead: Ranges = ()  # what the next loop will want to see, too, if anything is read ahead
 
 
 class Wait(Struct, frozen=True):
@@ -77,6 +77,8 @@ def settle(
     ranges: Ranges,
     rule: Callable[[View], Step[T]],
     first: View | None = None,
+    ahead: Ranges = (),
+    keep: Callable[[View], None] = lambda _: None,
 ) -> Steps[T]:
     """Read `ranges`, decide, act; again while others win the race or the rule says to wait.
 
@@ -89,9 +91,10 @@ def settle(
     Args:
         what: The call that this is for, for people.
         first: A view from before. If it shows all of `ranges` they are not read, unless the rule
-            raises `Unseen` at it. Not for a mere question: an answer is as old as the view; of what
-            is done upon it, the guards fail if something has changed since, and a wait ends at
-            once.
+            raises at it. Not for a mere question: an answer is as old as the view; of what is done
+            upon it, the guards fail if something has changed since, and a wait ends at once.
+        ahead: What the next loop begins with: the last step reads it, too, a round trip less.
+        keep: Given the view of that.
     """
     losses, waited_s = 0, 0.0
     while losses < ATTEMPTS_MAX:
@@ -103,20 +106,25 @@ def settle(
             step = step.wait if left_s > 0 else step.otherwise
         match step:
             case Done(value):
+                if ahead:
+                    keep(view)
                 return value
             case Wait(reason, watched, _, until):
                 took_s = yield Watch(whole(watched), view.rev, reason, left_s, until)
                 waited_s += took_s if is_limited else 0.0
             case Act(txn, then):
-                reply: Reply = yield Commit(replace(txn, otherwise=ranges))
+                wanted = (*ahead, *step.ahead) if ahead and then is not None else ()
+                ops = (*txn.ops, *map(Get, wanted))
+                reply: Reply = yield Commit(replace(txn, ops=ops, otherwise=ranges))
                 if reply.applied and then is not None:
+                    if wanted:
+                        keep(_read_along(reply, wanted))
                     return then(reply)
                 first = reply.view
+                losses += first is not None
                 if first is None and not reply.applied and reply is not UNKNOWN:
                     # A lease has ended, and whoever renews it learns of that any moment.
                     yield Watch(whole(ranges), view.rev, "a lease that has ended", LEASE_LOOK_S)
-                elif not reply.applied:
-                    losses += reply is not UNKNOWN
     raise Contention(f"{what}", ATTEMPTS_MAX)
 
 
@@ -132,6 +140,10 @@ def _look(
             view = yield Read(asked)
         try:
             return view, rule(view)
+        except TorchRosError:
+            if view is not first:
+                raise
+            view = None  # no guard protects an error: it may be as old as the view
         except Unseen as unseen:
             if view is first:
                 view = None
@@ -143,6 +155,20 @@ def _look(
             else:
                 asked = whole(ranges)
             view, looks = None, looks + 1
+
+
+def _read_along(reply: Reply, wanted: Ranges) -> View:
+    """The view of `wanted`, which a transaction has read by its last operations."""
+    entries: dict[str, Entry] = {}
+    shown: list[Range] = []
+    for range_, found in zip(wanted, reply.results[-len(wanted) :], strict=True):
+        assert not isinstance(found, int)
+        entries.update(found)
+        if isinstance(range_, Range):
+            shown.append(range_)
+        elif not range_.before and len(found) < range_.most:
+            shown.append(range_.range)
+    return View(reply.rev, entries, tuple(shown), wanted)
 
 
 def follow(ranges: tuple[Range, ...], rule: Callable[[View], Done[T] | Wait]) -> Steps[T]:
@@ -158,34 +184,3 @@ def follow(ranges: tuple[Range, ...], rule: Callable[[View], Done[T] | Wait]) ->
             yield Read(ranges[-1:])  # the store answers, and so what is not there is not there
         view = view.after(changes) if changes is not None else (yield Read(ranges))
     return step.value
-
-
-def looking_ahead(
-    rule: Callable[[View], Step[T]], ahead: Ranges, keep: Callable[[View], None]
-) -> Callable[[View], Step[T]]:
-    """`rule`, whose last step also reads what the next loop starts from: a round trip less."""
-
-    def looking(view: View) -> Step[T]:
-        step = rule(view)
-        if isinstance(step, Done):
-            keep(view)
-        if not isinstance(step, Act) or (then := step.then) is None:
-            return step
-        wanted = (*ahead, *step.ahead)
-
-        def kept(reply: Reply) -> T:
-            entries: dict[str, Entry] = {}
-            shown: list[Range] = []
-            for range_, found in zip(wanted, reply.results[-len(wanted) :], strict=True):
-                assert not isinstance(found, int)
-                entries.update(found)
-                if isinstance(range_, Range):
-                    shown.append(range_)
-                elif not range_.before and len(found) < range_.most:
-                    shown.append(range_.range)
-            keep(View(reply.rev, entries, tuple(shown), wanted))
-            return then(reply)
-
-        return Act(replace(step.txn, ops=(*step.txn.ops, *map(Get, wanted))), kept)
-
-    return looking

@@ -131,10 +131,10 @@ def run(
             case Follow():
                 reply = _follow(request, kv, deadline, check, reminder)
             case Read() | Commit():
-                reply = _perform(request, kv, deadline, check, failures)
+                reply = _send(request, kv, deadline, check, failures)
 
 
-def _perform(
+def _send(
     request: Read | Commit,
     kv: KV,
     deadline: Deadline,

@@ -31,7 +31,8 @@ from torch_ros.features.fallback.rules import (
 )
 from torch_ros.printable import log_of
 from torch_ros.protocol import calls
-from torch_ros.protocol.call import Effects, GroupCall
+from torch_ros.protocol.call import GroupCall
+from torch_ros.protocol.calls import Effects
 from torch_ros.protocol.reaching import glance
 from torch_ros.protocol.records import Call, VersionRef
 from torch_ros.protocol.seat import Seat, version_read
@@ -107,7 +108,7 @@ class FallingBack:
 
     # Deciding
 
-    def decide(
+    def choose(
         self, call: GroupCall, rule: Callable[..., Step[Call]], claim: Callable[[Effects], None]
     ) -> None:
         """Decide by `rule` while somebody has a version; when nobody has, for long, by the bucket.

@@ -33,7 +33,7 @@ from torch_ros.protocol.versions import Spec, spec_ranges
 from torch_ros.shard.collective import collectively, end_for_peers
 from torch_ros.shard.core import Shard
 from torch_ros.store.latch import Latch
-from torch_ros.store.loops import Done, Step, looking_ahead, settle
+from torch_ros.store.loops import Done, Step, settle
 from torch_ros.store.txn import Range, Ranges, View, one
 
 log: logging.Logger = log_of(__name__)
@@ -68,16 +68,16 @@ class Installs:
         """Change it, from whatever seat this rank has."""
         group = self.shard.group
 
-        def change() -> Install:
+        def write() -> Install:
             seat = group.seat
             own = one(rules.own_key(seat))
-            changing = looking_ahead(partial(rule, seat=seat), (own,), partial(self._see, own))
-            steps = settle(deadline.what, (own, *ranges), changing, self._sight)
+            change, see = partial(rule, seat=seat), partial(self._see, own)
+            steps = settle(deadline.what, (own, *ranges), change, self._sight, (own,), see)
             found = group.run(steps, deadline)
             self.known.learn(found, seat)
             return found
 
-        return group.from_seat(change, deadline)
+        return group.from_seat(write, deadline)
 
     def _see(self, own: Range, view: View) -> None:
         """Keep the record alone: what else was read may be old when it is asked for again."""

@@ -20,6 +20,6 @@ def fetch_version(shard: Shard, wanted: VersionRef, asked: Asked, deadline: Dead
 class Fetching(Replication):
     """A read of one version, unless that is in its datacenter already, or coming."""
 
-    def decide(self, call: GroupCall) -> None:
+    def choose(self, call: GroupCall) -> None:
         assert self.spec.only is not None
         call.decide_and_claim(partial(fetch, wanted=self.spec.only), avoided=self.avoided)

@@ -146,7 +146,7 @@ def fetch(view: View, seat: Seat, call: Call, wanted: VersionRef) -> Step[Call]:
     near = _near(view, seat, wanted)
     if _is_fetching(near) or any(holding.state == "full" for holding in near.values()):
         return calls.nothing(view, seat, call)
-    step = calls.replicate(view, seat, call, spec, is_relay=True)
+    step = calls.announce_filling(view, seat, call, spec, is_relay=True)
     assert isinstance(step, Act)
     guards = (*step.txn.guards, NoneNewer(here, view.rev))
     return msgspec.structs.replace(step, txn=msgspec.structs.replace(step.txn, guards=guards))
