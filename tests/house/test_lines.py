@@ -2,7 +2,7 @@
 
 from lines import counts
 
-CORE_MAX = 20_877  # lowered with each feature that leaves it; 21,000 is the aim
+CORE_MAX = 20_868  # lowered with each feature that leaves it; 21,000 is the aim
 FEATURE_MAX = 1_200
 
 

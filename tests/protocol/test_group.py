@@ -699,7 +699,7 @@ def test_an_end_that_was_learned_when_ctrl_c_came_is_not_learned_again(store, mo
     group = store.join("r")
     call = GroupCall(group, 1, "agree", Asked("replicate"), Deadline("agree", 5))
     call.start(group.seat, group.session)
-    call._failure, group.ledger.unfinished = call.abandoned, call
+    call._ends_by, group.ledger.unfinished = call.abandoned, call
     end = GroupCall.end
 
     def struck(self, *args):

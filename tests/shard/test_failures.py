@@ -176,7 +176,7 @@ def test_a_call_that_was_left_open_does_not_keep_a_replaced_handle_from_its_tens
     inside(first).group.ledger.unfinished = call = GroupCall(
         inside(first).group, 2, "agree", Asked("check"), Deadline("check", 1)
     )
-    call._failure = Failure.of(RuntimeError("etcd was away"), replica="trainer", call=2, rank=0)
+    call._ends_by = Failure.of(RuntimeError("etcd was away"), replica="trainer", call=2, rank=0)
     opened("trainer")
     first.unpublish()
     assert first.version is None

@@ -1285,14 +1285,13 @@ def _(lease, self):
 # Calls without etcd
 
 
-@instead(
+@fault(
     "a call without etcd is a part of the one in which it is ended",
-    "GroupCall.fresh",
+    "GroupCall.own_call",
     scenario="given up before",
 )
-def _(_fresh, self, at_ms):
-    made = self._ledger.part(self.part)
-    return msgspec.structs.replace(made, at_ms=at_ms, traceparent=self.traceparent)
+def _(own_call):
+    return property(lambda self: self._ledger.part(own_call.fget(self)))
 
 
 @instead(

@@ -1,6 +1,6 @@
 """The rules of the package, by their names alone: who plants a fault need not know where one is.
 
-`"decide"` is a function or a constant of a module, `"Keys.ready"` a method of a class. Where the
+`"complete"` is a function or a constant of a module, `"Keys.ready"` a method of a class. Where the
 package has several of one name, a module or a feature that knows the one that is meant goes before
 it: `"membership:leave"`.
 """

@@ -48,6 +48,7 @@ from torch_ros.store.session import Session
 from torch_ros.store.txn import Range, Ranges, Read, View, one
 
 T = TypeVar("T")
+Rule = Callable[[View], Step[T]]
 SumUp = Callable[[Mapping[int, str]], None]
 """Ends a call by what every rank has said."""
 Sight = tuple[Seat, View]
@@ -101,11 +102,11 @@ class GroupCall(Attempt):
         self.seating: Seating = seating
         self._ledger, self.deadline = seating.ledger, deadline
         self.start(seating.seat, seating.session)
-        # As of now: without etcd it is ended within a later call of the caller's.
+        # Of the caller's call that is under way; its end, without etcd, comes within a later one.
         self.part = self._ledger.part(Call(number, kind, asked, self.seat.rank))
-        self._call: Call | None = None
+        self._call: Call | None = None  # the group's call, as this rank found it last
         self.read_from: set[str] = set()  # the sources for which a reader record may be there
-        self._failure: Failure | None = None
+        self._ends_by: Failure | None = None  # see `end`
         self.is_unproven = False  # a rank has said so of its part
         self.refuses = False  # it is made only to end a call of the caller: see `meeting.meet`
         self.said: str = ""  # agree: by all ranks, once it has ended
@@ -115,15 +116,15 @@ class GroupCall(Attempt):
         self.traceparent: str = ""  # the span in which it publishes
 
     def start(self, seat: Seat, session: Session) -> None:
-        """It is made from this seat; again, if that was lost."""
+        """Make it from this seat: the first one, or another after that was lost."""
         self.seat, self.session = seat, session
-        self.seen: View | None = None  # what the next step may begin with: one that is guarded
+        self.seen: View | None = None  # what the next step may begin with, if guards protect it
         self._was_counted = False  # this rank knows that its ready record was put
         self.attached: dict[str, Callable[[], Source]] = {}  # with the claim: by place
 
     @property
     def is_decided(self) -> bool:
-        """Whether this rank knows what the group does in it."""
+        """Whether this rank knows what the group does in the call."""
         return self._call is not None
 
     @property
@@ -142,12 +143,18 @@ class GroupCall(Attempt):
         who = f"{self.seat.replica}@{family(self.seat.nonce)}/{self.number}/{self.asked}"
         return blake2b(who.encode(), digest_size=8).hexdigest()
 
+    @property
+    def own_ready(self) -> Range:
+        """Where this rank says that it is ready."""
+        return one(self.seat.keys.ready(self.seat.inst, self.number, self.seat.rank))
+
     def _fresh_ref(self, version: int) -> VersionRef:
         return VersionRef(self.seat.run, version, self.fresh_uid, self.seat.run_number)
 
-    def fresh(self, at_ms: int) -> Call:
+    @property
+    def own_call(self) -> Call:
         """The call as this rank makes it."""
-        return replace(self.part, at_ms=at_ms, traceparent=self.traceparent)
+        return replace(self.part, at_ms=self.at_ms, traceparent=self.traceparent)
 
     def mismatch(self, found: Call) -> CallMismatch:
         """The error of a rank that finds that call in the place of its own."""
@@ -175,16 +182,15 @@ class GroupCall(Attempt):
             CallMismatch: The group's call is another one.
             TorchRosError: The decision was an error, the same on all ranks.
         """
-        seat, found = self.seat, None
+        seat, own, found = self.seat, self.own_call, None
         seen = self._ledger.take_sight(seat)
-        ahead = (*seat.own, one(seat.keys.ready(seat.inst, self.number, seat.rank)), *ahead)
+        ahead = (*seat.own, self.own_ready, *ahead)
         if seat.world_size > 1 and seen is None and not is_cheap:
             # Most ranks come second: they need not read what the decision was made from.
             look = partial(calls.look_up, seat=seat, number=self.number)
             found = self.settle(ahead, look, ahead)
         if found is None:
-            made = self.fresh(self.at_ms)
-            rule = partial(calls.find_or_decide, seat=seat, call=made, effects=effects, seen=seen)
+            rule = partial(calls.find_or_decide, seat=seat, call=own, effects=effects, seen=seen)
             found = self.settle((*ahead, *ranges), rule, ahead, seen)
         self._enter(found)
 
@@ -222,8 +228,12 @@ class GroupCall(Attempt):
                 raise self.mismatch(call)
 
     def _meaning(self, call: Call) -> Meeting:
-        """The meaning of the group's call to this rank; by its first look it notes a failure."""
-        ledger, own, is_first_look = self._ledger, self.fresh(self.at_ms), self._call is None
+        """The meaning of the group's call to this rank, which may have left it out.
+
+        Only the first look tells that: later this rank has a part in it. The ledger notes then
+        whether a peer's failure is told, so that the next call knows.
+        """
+        ledger, own, is_first_look = self._ledger, self.own_call, self._call is None
         told, seen = (ledger.told, self.seen) if is_first_look else (None, None)
         left_out = False
         if seen is not None and call.outcome is not None:
@@ -237,6 +247,7 @@ class GroupCall(Attempt):
         return met
 
     def decide_to_publish(self, version: int, traceparent: str = "") -> None:
+        """Decide to publish; with it, read what the call's end is written upon."""
         self.traceparent = traceparent
 
         def effects(view: View, seat: Seat, call: Call) -> Step[Call]:
@@ -253,28 +264,45 @@ class GroupCall(Attempt):
         Args:
             sources_max: How many.
             avoided: Sources whose bytes were wrong: others come first.
+
+        Raises:
+            BeginsAgain: The version went away before it was claimed.
         """
         if not self.has_ended:
             self.decide(spec_ranges(self.seat.keys), effects)
         if self.has_ended or self.decided.sources or self.decided.must:
-            return
-        claimed = self.settle(*_claiming(self, sources_max, avoided), first=self.seen)
-        if claimed is None:
-            raise BeginsAgain("lost race", "the version went away before it was claimed")
+            return  # nothing to claim, a peer has claimed, or it is brought from elsewhere
+        claimed = self._claim(sources_max, avoided)
         self._call, self.attached = claimed.call, dict(claimed.attached)
         self.brings(claimed.call.ref)  # none, if it ended before anything was decided
         if self._call.outcome is not None:
             self._finish(self._call.outcome)
 
+    def _claim(self, sources_max: int, avoided: Collection[str]) -> Claimed:
+        """Claim sources of what was decided, or learn which ones a peer has claimed."""
+        seat, call, chosen = self.seat, self.decided, self.read_from.add
+
+        def rule(view: View) -> Step[Claimed | None]:
+            step = sources.claim(view, seat, call, avoided, sources_max=sources_max, chosen=chosen)
+            if isinstance(step, Done):  # a peer has claimed: this rank attaches from what it saw
+                self.seen = view
+            return step
+
+        ranges = (*sources.source_ranges(seat, self.ref), self.own_ready)
+        claimed = self.settle(ranges, rule, first=self.seen)
+        if claimed is None:
+            raise BeginsAgain("lost race", "the version went away before it was claimed")
+        return claimed
+
     def finish(self, value: str, sum_up: SumUp, *, is_unproven: bool = False) -> None:
         """This rank is ready, and says `value`. Returns when all are, and the call has ended.
 
-        At once, if it has ended already: well, while this rank had no seat.
+        Returns at once if it has ended already, well, while this rank had no seat.
 
         Args:
-            sum_up: Of the rank that is ready last: sums up what every rank said, which may take
-                time and may fail, and calls `complete`. By then `is_unproven` is known.
-            is_unproven: It was made of what was there: see `Ready`.
+            sum_up: Called on the rank that is ready last with what every rank said. It may take
+                time, may fail, and calls `complete`. By then `is_unproven` is known.
+            is_unproven: This rank's part was made of what was there: see `Ready`.
 
         Raises:
             TorchRosError: The outcome was an error, the same on all ranks.
@@ -332,17 +360,17 @@ class GroupCall(Attempt):
         reads = calls.reader_records(seat, call, self.read_from) if seat.world_size == 1 else ()
         if self.may_hold is not None:
             self.may_hold = replace(self.may_hold, layout=end.said)
-        rule = partial(calls.complete, seat=seat, call=call, end=end, whole=terms, reads=reads)
+        rule = partial(calls.complete, seat=seat, call=call, end=end, terms=terms, reads=reads)
         self._finish(self.settle(calls.end_ranges(seat, call), rule, ahead, self.seen))
 
-    def conclude(self, ranges: Ranges, rule: Callable[[View], Step[Outcome]]) -> None:
+    def conclude(self, ranges: Ranges, rule: Rule[Outcome]) -> None:
         """As `complete`, by a rule of the call's own."""
         self._finish(self.settle(ranges, rule))
 
     def _say(self, answer: Ready) -> Outcome | Said:
         """The answers of all ranks, if this one is ready last; else how the call has ended."""
         seat, call, value = self.seat, self.decided, answer.value
-        if call.ref is not None and call.kind != "agree":  # which changes nothing of it
+        if call.ref is not None and call.kind != "agree":  # an agree changes nothing that is held
             self.may_end_well(call, value, self._ledger.end_of(value).said)
         if seat.world_size == 1:
             return Said({seat.rank: value}, answer.is_unproven)
@@ -350,6 +378,7 @@ class GroupCall(Attempt):
         if isinstance(count, Outcome):
             return count
         self._was_counted = True
+        # Peers that did not wait for a publication count, too: they do not come again.
         if count + len(seat.done_by(call)) >= seat.world_size:
             rule = partial(calls.readies, seat=seat, call=call)
             readies = seat.keys.readies(seat.inst, call.number)
@@ -363,11 +392,11 @@ class GroupCall(Attempt):
         seat, call = self.seat, self.decided
         reads = calls.reader_records(seat, call, self.read_from)
         rule = partial(calls.put_ready, seat=seat, call=call, answer=answer, reads=reads)
-        mine = one(seat.keys.ready(seat.inst, call.number, seat.rank))
         ahead = calls.after_ready(seat, call)
-        return self.settle((*seat.own, mine), rule, ahead, self.seen)
+        return self.settle((*seat.own, self.own_ready), rule, ahead, self.seen)
 
     def _await_outcome(self, deadline: Deadline, first: View | None = None) -> Outcome:
+        """Wait until the peers are ready, or one of them has given up."""
         seat, call = self.seat, self.decided
         within = dataclasses.replace(deadline, hint=partial(_missing, self))
         rule = partial(calls.await_outcome, seat=seat, call=call, was_counted=self._was_counted)
@@ -379,39 +408,38 @@ class GroupCall(Attempt):
         self, ref: VersionRef, passing: Passing = ALONE, parting: Parting = NO_PARTING
     ) -> None:
         """Returns once nobody reads `ref` from this replica who is to be waited for."""
-        told, made = "", self.fresh(self.at_ms)
+        seat, made, is_told = self.seat, self.own_call, False
 
         def rule(view: View) -> Step[Call | Outcome]:
-            nonlocal told
-            step = unpublish.unpublish(view, self.seat, made, ref, wall_ms())
+            nonlocal is_told
+            step = unpublish.unpublish(view, seat, made, ref, wall_ms())
             parting.sees(view)
             is_draining = isinstance(step, WaitAtMost)
-            self.left_behind = unpublish.awaited(view, self.seat, ref) if is_draining else set()
+            self.left_behind = unpublish.awaited(view, seat, ref) if is_draining else set()
             self.waited_for |= self.left_behind
-            if isinstance(step, WaitAtMost) and not told:
-                told = step.wait.reason
-                log.info("%s: %s", self.asked, told)
+            if isinstance(step, WaitAtMost) and not is_told:
+                is_told = True
+                log.info("%s: %s", self.asked, step.wait.reason)
             return step
 
-        seat = self.seat
         ranges = unpublish.unpublish_ranges(seat, ref)
         ahead = _looks_ahead(self, passing, self._ledger.holds)
         first = passing.sight[1] if passing.sight and passing.sight[0] is seat else None
         while True:
             self.seen = None
-            result = self.settle(ranges, rule, ahead, first)
+            found = self.settle(ranges, rule, ahead, first)
             first = None
-            if isinstance(result, Outcome):
+            if isinstance(found, Outcome):  # this rank has written the end
                 if ahead and self.seen is not None and all(map(self.seen.has, ahead)):
                     self._ledger.keep_sight(seat, self.seen)
                 self.become(CallEvent.COUNTED)
-                self._call = self._call or replace(self.fresh(self.at_ms), ref=ref)
-                self._finish(result)
+                self._call = self._call or replace(made, ref=ref)
+                self._finish(found)
                 return
-            self._enter(result)
+            self._enter(found)
             if self.has_ended:
                 return
-            parting.acts(result)
+            parting.acts(found)  # what the call asks of each rank before readers are awaited
 
     def give_up(self, error: BaseException) -> None:
         """End the call for the peers too, and leave no record of this rank behind.
@@ -420,12 +448,13 @@ class GroupCall(Attempt):
         """
         if self._ledger.is_closed:
             return
-        self._failure = self.failure_of(error)
+        self._ends_by = self.failure_of(error)
         if not self.has_ended:
-            # Nobody can have completed it without this rank, and peers that still make it should
-            # know.
-            is_done_with = self.kind != "unpublish" and self.life not in WAS_READY
-            if is_done_with and self._ledger.gave_up(self):
+            # Without a seat the ledger notes that it has ended badly, which peers that still make
+            # it learn: nobody can have completed it. Not of an unpublish, or a call for which this
+            # rank was ready: these may have ended well.
+            needs_all = self.kind != "unpublish" and self.life not in WAS_READY
+            if needs_all and self._ledger.gave_up(self):
                 return
             self._end_or_count(error)
         if self._call is not None:
@@ -445,7 +474,7 @@ class GroupCall(Attempt):
         self.become(CallEvent.COUNTED)
 
     def go_on_without(self, version: int, value: str, end: Outcome) -> None:
-        """This rank holds what it publishes; it is offered when all ranks are back.
+        """Publish without a seat: this rank holds the version, which is offered when all are back.
 
         Args:
             value: The sharding of this rank's part.
@@ -457,25 +486,29 @@ class GroupCall(Attempt):
         """
         if self._call is not None and self._call.asked != self.asked:
             raise self.mismatch(self._call)
-        if self._call is None or self._call.ref is None:
-            ref, made = self._fresh_ref(version), self.fresh(self.at_ms)
-            self._call = replace(made, ref=ref, published_ms=self.at_ms)
+        if self._call is None or self._call.ref is None:  # etcd went before anything was decided
+            ref = self._fresh_ref(version)
+            self._call = replace(self.own_call, ref=ref, published_ms=self.at_ms)
         self.become(CallEvent.SHOWN)
         self.value, self.may_hold = value, Kept.of(self._call, end.said)
+        # Its next seat brings this along; if those of all ranks do, it ends so.
         outcome = replace(end, is_source=True, at_ms=wall_ms())
         self.ready = replace(self._call, by=0, outcome=outcome, sources=[])
-        self._failure = self.abandoned
+        self._ends_by = self.abandoned  # else
 
     def end(self, seat: Seat, session: Session, deadline: Deadline) -> Outcome:
-        assert self._failure is not None
+        """How it has ended, which was given up or not waited for; by `_ends_by`, if it had not."""
+        assert self._ends_by is not None
         self.seat, self.session = seat, session
-        return self._end(self._failure, deadline)
+        return self._end(self._ends_by, deadline)
 
     def _abort(self, error: BaseException) -> Outcome:
+        """End it for all ranks by `error`, unless it has ended; how it has."""
         return self._end(self.failure_of(error), Deadline(f"giving up {self.asked}", CLEAN_UP_S))
 
     def _end(self, failure: Failure, deadline: Deadline) -> Outcome:
-        rule = partial(calls.abort, seat=self.seat, made=self.fresh(wall_ms()), failure=failure)
+        made = replace(self.own_call, at_ms=wall_ms())
+        rule = partial(calls.abort, seat=self.seat, made=made, failure=failure)
         steps = settle(self.asked, self.seat.own, rule)
         self._call = self.seating.run(steps, deadline, self.patience)
         self.become(CallEvent.COUNTED)
@@ -484,24 +517,22 @@ class GroupCall(Attempt):
         return self._call.outcome
 
     def _learn(self, outcome: Outcome) -> None:
-        call = self._call or self.fresh(self.at_ms)
+        """Note that it has ended so, well or not."""
+        call = self._call or self.own_call
         self._ledger.learn(call, outcome, self.seat, self.value)
         self.become(CallEvent.ENDS)
         self.said = outcome.said
 
     def _finish(self, outcome: Outcome) -> None:
+        """Note that it has ended so. Raises: TorchRosError: It has ended badly."""
         self._learn(outcome)
         if outcome.failure is not None:
             raise outcome.failure.error()
 
     def settle(
-        self,
-        ranges: Ranges,
-        rule: Callable[[View], Step[T]],
-        ahead: Ranges = (),
-        first: View | None = None,
+        self, ranges: Ranges, rule: Rule[T], ahead: Ranges = (), first: View | None = None
     ) -> T:
-        """Perform a step of the call; with it, read `ahead` for the next one."""
+        """Perform a step of the call; with it, read `ahead`, which `seen` shows to the next one."""
         steps = settle(self.asked, ranges, rule, first, ahead, self._see)
         return self.seating.run(steps, self.deadline, self.patience)
 
@@ -519,29 +550,6 @@ def _require_known(made: GroupCall, call: Call) -> None:
             f"{made.asked}: rank {made.seat.rank} was opened without {unknown[0]}=..., and rank "
             f"{call.by}, which decided, with it; all ranks must be given the same"
         )
-
-
-def _claiming(
-    call: GroupCall, sources_max: int, avoided: Collection[str]
-) -> tuple[Ranges, Callable[[View], Step[Claimed | None]]]:
-    seat = call.seat
-    claim = partial(
-        sources.claim,
-        seat=seat,
-        call=call.decided,
-        avoided=avoided,
-        sources_max=sources_max,
-        chosen=call.read_from.add,
-    )
-
-    def rule(view: View) -> Step[Claimed | None]:
-        step = claim(view)
-        if isinstance(step, Done):  # another rank has claimed: this one attaches from what it saw
-            call.seen = view
-        return step
-
-    mine = one(seat.keys.ready(seat.inst, call.number, seat.rank))
-    return (*sources.source_ranges(seat, call.ref), mine), rule
 
 
 def _looks_ahead(call: GroupCall, passing: Passing, kept: Kept | None) -> Ranges:

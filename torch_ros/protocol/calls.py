@@ -85,6 +85,7 @@ DELETES_MAX = 48  # per transaction; etcd allows 128 operations, and as many gua
 
 
 def look_up(view: View, seat: Seat, number: int) -> Step[Call | None]:
+    """The group's call of that number; None: no rank has made it yet."""
     own_group(view, seat)
     return Done(recall(view, seat, number))
 
@@ -116,12 +117,9 @@ def find_or_decide(
 
 def hearing(step: Step[T], seat: Seat) -> Step[T]:
     """`step`, which, if it waits, hears of what peers decide, and of the group's end."""
-    match step:
-        case Wait():
-            return _with_own(step, seat)
-        case WaitAtMost():
-            return msgspec.structs.replace(step, wait=_with_own(step.wait, seat))
-    return step
+    if isinstance(step, WaitAtMost):
+        return msgspec.structs.replace(step, wait=_with_own(step.wait, seat))
+    return _with_own(step, seat) if isinstance(step, Wait) else step
 
 
 def _with_own(wait: Wait, seat: Seat) -> Wait:
@@ -129,15 +127,14 @@ def _with_own(wait: Wait, seat: Seat) -> Wait:
 
 
 def begun(view: View, seat: Seat, mine: Begun) -> Step[bool]:
-    """Say that this rank has begun a call of DCP; whether all have."""
+    """Say that this rank has begun a call of DCP; then, whether all have."""
     own_group(view, seat)
     records = readable(view.within(seat.keys.all_begun(seat.inst)), k.parse_rank, Begun)
-    there = {rank: record.number for _, rank, record, _ in records}
-    if there.get(seat.rank, 0) < mine.number:
-        key = seat.keys.begun(seat.inst, seat.rank)
-        put = Put(key, mine.encode(), seat.lease_id)
+    begun_by = {rank: record.number for _, rank, record, _ in records}
+    if begun_by.get(seat.rank, 0) < mine.number:
+        put = Put(seat.keys.begun(seat.inst, seat.rank), mine.encode(), seat.lease_id)
         return Act(Txn((view.unchanged(seat.group),), (put,)), None)
-    return Done(sum(number >= mine.number for number in there.values()) == seat.world_size)
+    return Done(sum(number >= mine.number for number in begun_by.values()) == seat.world_size)
 
 
 # Effects
@@ -167,11 +164,11 @@ def announce_version(
     require_nothing_held(view, seat)
     keys, run = seat.keys, seat.run
     key = keys.version(run, version)
-    there = VersionRecord.at(view, key)
-    is_again = there is not None and there.uid == fresh_uid
+    record = VersionRecord.at(view, key)
+    is_again = record is not None and record.uid == fresh_uid
     fellow = "" if is_again else _fellow_publisher(view, seat, version)
-    fresh = VersionRecord(fresh_uid, "", call.at_ms, call.traceparent, seat.replica)
-    record = there if there is not None and (is_again or fellow) else fresh
+    if record is None or not (is_again or fellow):  # of a content that nobody holds any more
+        record = VersionRecord(fresh_uid, "", call.at_ms, call.traceparent, seat.replica)
     ref = VersionRef(run, version, record.uid, seat.run_number)
     left = _left_by_all(view, seat, key)
     guards: tuple[Guard, ...] = (
@@ -194,12 +191,8 @@ def _left_by_all(view: View, seat: Seat, besides: str) -> dict[str, Range]:
     """The records of some versions that nobody holds, and where holdings of each would be."""
     keys, run = seat.keys, seat.run
     records = readable(view.within(keys.versions(run)), k.parse_version, VersionRecord)
-    found = {key: keys.holdings_of(run, number) for key, (_, number), _, _ in records}
-    left = (
-        (key, holders)
-        for key, holders in found.items()
-        if key != besides and not any(view.within(holders))
-    )
+    holders = ((key, keys.holdings_of(run, number)) for key, (_, number), _, _ in records)
+    left = (each for each in holders if each[0] != besides and not any(view.within(each[1])))
     return dict(itertools.islice(left, DELETES_MAX))
 
 
@@ -218,10 +211,10 @@ def _fellow_publisher(view: View, seat: Seat, version: int) -> str:
     Raises:
         VersionConflict: Only replicas that read it hold it.
     """
-    there = view.within(seat.keys.holdings_of(seat.run, version))
+    holders = view.within(seat.keys.holdings_of(seat.run, version))
     others = {
         key: holding
-        for key, where, holding, _ in legible.holdings(there)
+        for key, where, holding, _ in legible.holdings(holders)
         if where.inst != seat.inst
     }
     publishers = [key for key, holding in others.items() if holding.is_original]
@@ -247,7 +240,7 @@ def require_nothing_held(view: View, seat: Seat) -> None:
 def announce_filling(
     view: View, seat: Seat, call: Call, spec: Spec, *, is_relay: bool
 ) -> Step[Call]:
-    """Resolve the version and announce the filling holding. `sources.claim` follows.
+    """Resolve the version, and announce the holding that this group fills. `sources.claim` follows.
 
     It comes second, so that it sees all that is older than this holding (I13).
     """
@@ -261,8 +254,8 @@ def announce_filling(
         return nothing(view, seat, call) if spec.may_miss else offer
     require_nothing_held(view, seat)
     ref = offer.ref
-    version = VersionRecord.at(view, seat.keys.version(ref.run, ref.version))
-    decided = (version or VersionRecord(ref.uid)).brought_by(call, ref)
+    record = VersionRecord.at(view, seat.keys.version(ref.run, ref.version))
+    decided = (record or VersionRecord(ref.uid)).brought_by(call, ref)
     decided = seat.leaves.begun(view, seat, decided) if is_relay else decided
     passes_on = is_relay and not seat.leaves.is_leaf(seat, decided)
     held = holding_put(view, seat, ref, filling(seat, call, ref, is_relay=passes_on))
@@ -295,6 +288,7 @@ def nothing(view: View, seat: Seat, call: Call) -> Step[Call]:
 def filling(
     seat: Seat, call: Call, ref: VersionRef, *, is_original: bool = False, is_relay: bool = False
 ) -> Holding:
+    """The holding of this group until all of its ranks have their parts."""
     return Holding(
         ref.uid,
         call.number,
@@ -352,10 +346,9 @@ def put_ready(
     Args:
         reads: Its reader records, which go now: every byte it read is certified.
     """
-    own_group(view, seat)
-    current = find(view, seat, call.number)
-    if current is None or current.outcome is not None:
-        return Done(outcome_of(current, seat, call))
+    current = open_call(view, seat, call)
+    if isinstance(current, Outcome):
+        return Done(current)
     key = seat.keys.ready(seat.inst, call.number, seat.rank)
     if view.get(key):  # the reply was lost; perhaps nobody knows that all are ready
         return Done(seat.world_size)
@@ -372,10 +365,15 @@ def put_ready(
     return Act(Txn((view.unchanged(seat.group),), ops), count)
 
 
-def outcome_of(current: Call | None, seat: Seat, call: Call) -> Outcome:
-    if current is not None and current.outcome is not None:
-        return current.outcome
-    raise forgotten(seat, call.number)
+def open_call(view: View, seat: Seat, call: Call) -> Call | Outcome:
+    """The group's call of that number, as it is now; its outcome, if it has ended.
+
+    Raises: SeatLost: The seat is lost, or the call is forgotten.
+    """
+    own_group(view, seat)
+    if (current := find(view, seat, call.number)) is None:
+        raise forgotten(seat, call.number)
+    return current.outcome or current
 
 
 def await_outcome(view: View, seat: Seat, call: Call, *, was_counted: bool) -> Step[Outcome]:
@@ -397,29 +395,28 @@ def await_outcome(view: View, seat: Seat, call: Call, *, was_counted: bool) -> S
             return Done(Outcome())
         raise
     if current is None:
-        return Done(outcome_of(current, seat, call))
+        raise forgotten(seat, call.number)
     reason = f"not all {seat.world_size} ranks of replica {seat.replica!r} have come to "
     return Wait(f"{reason}'{call.asked}' (call {call.number})", seat.own)
 
 
 def lacking(view: View, seat: Seat, call: Call) -> str:
     """The ranks that are not ready, in words; "": all are, or the call is none to be ready for."""
-    there = keyed(view.within(seat.keys.readies(seat.inst, call.number)), k.parse_rank)
-    ready = {rank for _, rank, _ in there} | seat.done_by(call).keys()
+    readies = keyed(view.within(seat.keys.readies(seat.inst, call.number)), k.parse_rank)
+    ready = {rank for _, rank, _ in readies} | seat.done_by(call).keys()
     left = [str(rank) for rank in range(seat.world_size) if rank not in ready]
     return f"; missing: rank{'s' if len(left) > 1 else ''} {some(left)}" if left else ""
 
 
 def readies(view: View, seat: Seat, call: Call) -> Step[Said | Outcome | None]:
     """The answers of all ranks; None: not all have answered."""
-    own_group(view, seat)
-    current = find(view, seat, call.number)
-    if current is None or current.outcome is not None:
-        return Done(outcome_of(current, seat, call))
-    there = view.within(seat.keys.readies(seat.inst, call.number))
+    current = open_call(view, seat, call)
+    if isinstance(current, Outcome):
+        return Done(current)
+    records = view.within(seat.keys.readies(seat.inst, call.number))
     answers = {
         rank: Ready.decode(entry.value, key)
-        for key, rank, entry in keyed(there, k.parse_rank)
+        for key, rank, entry in keyed(records, k.parse_rank)
         if rank < seat.world_size
     }
     said = seat.done_by(current) | {rank: answer.value for rank, answer in answers.items()}
@@ -441,7 +438,7 @@ def complete(
     seat: Seat,
     call: Call,
     end: Outcome,
-    whole: SourceTerms = SourceTerms(),
+    terms: SourceTerms = SourceTerms(),
     reads: tuple[Range, ...] = (),
 ) -> Step[Outcome]:
     """All ranks are ready, and have every element of the layout `end.said` (agree: said so).
@@ -449,24 +446,23 @@ def complete(
     "" instead of a layout: they lack some, and never hold the version (I9). A group of one has no
     ready record: `reads` are its reader records, which go now.
     """
-    own_group(view, seat)
-    current = find(view, seat, call.number)
-    if current is None or current.outcome is not None:
-        return Done(outcome_of(current, seat, call))
+    current = open_call(view, seat, call)
+    if isinstance(current, Outcome):
+        return Done(current)
     if call.kind == "agree":
         return conclude(view, seat, current, end)
     record, held = _version_and_holding(view, seat, current)
-    ref, read, is_required = current.ref, tuple(map(Delete, reads)), whole.is_required
+    ref, is_read, no_reads = current.ref, call.kind == "replicate", tuple(map(Delete, reads))
     assert ref is not None
     version, holding = seat.keys.version(ref.run, ref.version), seat.holding(ref)
     guards: tuple[Guard, ...] = (view.unchanged(version), view.unchanged(holding))
     has_all = bool(end.said) and record.layout in ("", end.said)
-    if not has_all and (call.kind != "replicate" or is_required):
+    if not has_all and (terms.is_required or not is_read):
         failure = Failure.of(_other_layout(call, ref), replica="", call=0, rank=seat.rank)
         failed = Outcome(failure, at_ms=end.at_ms)
-        return conclude(view, seat, current, failed, guards, (*_undo(seat, current), *read))
-    if call.kind == "replicate" and not (has_all and whole.is_served):
-        return conclude(view, seat, current, end, guards, (Delete(one(holding)), *read))
+        return conclude(view, seat, current, failed, guards, (*_undo(seat, current), *no_reads))
+    if is_read and not (has_all and terms.is_served):  # it has what it wanted, and is no source
+        return conclude(view, seat, current, end, guards, (Delete(one(holding)), *no_reads))
     full = msgspec.structs.replace(held, state="full", at_ms=end.at_ms)
     ops: list[Op] = [holding_put(view, seat, ref, full)]
     # Whatever makes a version available writes its record: nothing else wakes who waits for it.
@@ -476,7 +472,7 @@ def complete(
     else:
         ops.append(Put(version, msgspec.structs.replace(record, layout=end.said).encode()))
     outcome = msgspec.structs.replace(end, is_source=True)
-    return conclude(view, seat, current, outcome, guards, (*ops, *read))
+    return conclude(view, seat, current, outcome, guards, (*ops, *no_reads))
 
 
 def _version_and_holding(view: View, seat: Seat, call: Call) -> tuple[VersionRecord, Holding]:
@@ -509,6 +505,7 @@ def version_ranges(seat: Seat, ref: VersionRef) -> Ranges:
 
 
 def _offers(view: View, seat: Seat, ref: VersionRef) -> list[str]:
+    """The full holdings of others that are seen."""
     there = view.seen(seat.keys.holdings_of(ref.run, ref.version))
     return [
         key
@@ -551,8 +548,8 @@ def conclude(
 
 
 def _undo(seat: Seat, call: Call) -> tuple[Op, ...]:
+    """Delete the holding. Its readers notice: what its ranks show names no call any more."""
     if call.ref is not None and call.kind in ("publish", "replicate"):
-        # Its readers notice: what its ranks show names no call any more.
         return (Delete(one(seat.holding(call.ref))),)
     return ()
 

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from hashlib import blake2b
 from typing import Protocol, TypeVar
 
@@ -184,15 +184,8 @@ class Checkpoints:
         begun: Beginning | None = None,
     ) -> bool:
         """As `save`; an error of `made`, which makes the request, is one on all ranks."""
-        shard, memory = self._shard, self._stager_memory
-        save: _Save | None = None  # one, however often it begins: its copy is made once
-
-        def flow(deadline: Deadline) -> bool:
-            nonlocal save
-            save = save or _Save(shard, made(), memory, deadline)
-            return save.run()
-
-        return collectively(shard, Asked.of("save", version), flow, timeout_s, begun)
+        save = _Save(self._shard, made, self._stager_memory)
+        return collectively(self._shard, Asked.of("save", version), save.run, timeout_s, begun)
 
     def load(self, request: LoadRequest) -> ReadReport:
         """Give up what is held, register and read. Checked before anything changes."""
@@ -246,27 +239,27 @@ class _Save:
     """One save on its way.
 
     Args:
+        made: Makes the request, once, within the call.
         stager_memory: Where DCP's stager had the last save, if it is held; this one notes its own.
     """
 
     def __init__(
-        self,
-        shard: Shard,
-        request: SaveRequest,
-        stager_memory: set[tuple[int, int]],
-        deadline: Deadline,
+        self, shard: Shard, made: Callable[[], SaveRequest], stager_memory: set[tuple[int, int]]
     ) -> None:
-        self._shard, self._request, self._deadline = shard, request, deadline
-        self._asked = request.asked
+        self._shard, self._made = shard, made
         self._state: LocalState | None = None  # what is published: a copy, if one was asked for
         self._registered: LocalState | None = None
         self._attendants: Sequence[Attendant] = ()  # of this copy
-        self._transforms = request.copier.transforms if request.copier is not None else ()
         self._memory = stager_memory
 
-    def run(self) -> bool:
+    @cached_property
+    def _request(self) -> SaveRequest:
+        return self._made()
+
+    def run(self, deadline: Deadline) -> bool:
         """Whether it is offered now."""
-        shard, request = self._shard, self._request
+        shard, request, self._deadline = self._shard, self._request, deadline
+        self._transforms = request.copier.transforms if request.copier is not None else ()
         self._registered = None
         if (copier := request.copier) is not None:
             attending = (each.attend(copier, request.version) for each in shard.features)
@@ -288,7 +281,7 @@ class _Save:
 
     def _give_way(self) -> None:
         """Unpublish the version that is held, if this save can succeed on every rank."""
-        shard, asked, store_wait_s = self._shard, self._asked, self._request.store_wait_s
+        shard, asked, store_wait_s = self._shard, self._request.asked, self._request.store_wait_s
         counted = shard.group.ledger.not_waited_for
         # Ranks that differ would make no version, though each of them could publish its part.
         is_checked = shard.held is not None or (bool(self._transforms) and not shard.is_alone)

@@ -61,6 +61,7 @@ def collectively(
             require_memory()
             return _until_made(asked, flow, shard.deadline(asked, timeout_s))
         finally:
+            # Later than it was, if this rank has skipped calls of its peers before.
             first, ledger.caller = max(first, ledger.first), None
 
     try:
@@ -106,7 +107,7 @@ def end_for_all(
     is_away = shard.group.state != "seated" or ledger.unfinished is not None
     if shard.is_alone or is_away or isinstance(error, SeatLost | ClosedError):
         return  # the peers learn of it from the store, or by the next call
-    if ledger.is_told(error, first):
+    if ledger.is_told(error, first):  # a part has ended so, and all know
         return
     if not isinstance(error, TorchRosError):
         reason = f"{type(error).__name__}: {error}"

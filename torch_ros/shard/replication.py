@@ -54,10 +54,9 @@ def reach(
 ) -> Feed:
     """Connect to the processes of one of the sources. `check` raises when nothing is read more."""
     is_there, has_other = partial(sources.is_there, source), partial(sources.has_other, source)
-    shown = replica_of(source.inst), source.mark, source.is_full
-    cards = [shard.card for shard in source.shards]
-    there = FeedSource(*shown, is_there, has_other, check, judging)
-    return connect(peers, cards, there, sources.deadline)
+    shows = replica_of(source.inst), source.mark, source.is_full
+    feed_source = FeedSource(*shows, is_there, has_other, check, judging)
+    return connect(peers, [shard.card for shard in source.shards], feed_source, sources.deadline)
 
 
 class Target:
@@ -122,9 +121,9 @@ def replicate(shard: Shard, spec: Spec, target: Target, deadline: Deadline) -> V
 def read_and_heal(shard: Shard, asked: Asked, read: "Replication") -> VersionRef | None:
     """Read a version; once more after CorruptWeights, preferring other sources.
 
-    Before that, in full from the same ones, if a part was made of what was there, which may have
-    been wrong. Where a supplier has others for what cannot be read, the next, until it has none.
-    All ranks get the same error, so all of them try again.
+    If a part was made of what was there, that may have been wrong, so the error names no source:
+    read in full from the same ones first. Where a supplier has another version for one that cannot
+    be read, go to that, until it has none. All ranks get the same error, so all try again.
     """
     with shard.tracing.around(SPANS.get(shard.asked.verb, "replicate")):
         avoided: Collection[str] = ()
@@ -135,20 +134,15 @@ def read_and_heal(shard: Shard, asked: Asked, read: "Replication") -> VersionRef
                 return shard.make(GroupTask("replicate", asked, read.deadline, read.perform))
             except CorruptWeights as error:
                 shard.observed.tally.corrupt += 1
-                _tell_wrong(shard)
+                for feature in shard.features:
+                    feature.has_read_wrong()
                 if error.source and not tries_left:
                     shard.observed.tally.failed(error)
                     raise
                 log.warning("%s; reading it again", error)
-                if not error.source:
-                    continue
-                tries_left -= 1
-                avoided = read.sources
-                try:
-                    if avoided:  # what is no replica is none
-                        suspect(shard.group, avoided, str(error))
-                except BackendError as lost:  # the second read checks the bytes whatever its source
-                    log.warning("%s may be read from again: %s", read.source, lost)
+                if error.source:
+                    tries_left, avoided = tries_left - 1, read.sources
+                    read.suspect_sources(error)
             except TorchRosError as error:
                 known = read.known_failure(error)
                 if not read.is_passed_over(known):
@@ -156,11 +150,6 @@ def read_and_heal(shard: Shard, asked: Asked, read: "Replication") -> VersionRef
                     if known is error:
                         raise
                     raise known from error
-
-
-def _tell_wrong(shard: Shard) -> None:
-    for feature in shard.features:
-        feature.has_read_wrong()
 
 
 class Replication:
@@ -198,8 +187,16 @@ class Replication:
         self._via = Via()  # what has brought all of `progress`
         self._call: GroupCall | None = None
 
+    def suspect_sources(self, error: CorruptWeights) -> None:
+        """Let all prefer others for a while. If they are not told: the bytes are checked anyway."""
+        try:
+            if self.sources:  # a bucket, say, is no replica
+                suspect(self._shard.group, self.sources, str(error))
+        except BackendError as lost:
+            log.warning("%s may be read from again: %s", self.source, lost)
+
     def known_failure(self, error: TorchRosError) -> TorchRosError:
-        """The error that ended the call, of ranks that fail in several ways by a supplier."""
+        """The error that all ranks get, though a supplier fails on each in a way of its own."""
         call = self._call
         if call is None or not call.is_decided or not call.decided.must:
             return error
@@ -224,7 +221,7 @@ class Replication:
         return call.decided.ref
 
     def choose(self, call: GroupCall) -> None:
-        """Decide which version, and claim sources of it."""
+        """Decide which version, and claim sources of it, or let the supplier bring it."""
         self._call, supplier = call, self._target.supplier
         is_relay = self._terms.is_relayed and self._shard.settings.relay
         rule = partial(calls.announce_filling, spec=self.spec, is_relay=is_relay)
@@ -239,7 +236,7 @@ class Replication:
             supplier.choose(call, rule, claim)
 
     def _read(self, call: GroupCall) -> None:
-        """Do what was decided."""
+        """Bring what was decided, and end the call with the peers."""
         shard = self._shard
         shard.tracing.link(call.decided.traceparent)
         if call.has_ended:  # while this rank had no seat; its part was done
@@ -288,9 +285,8 @@ class Replication:
         if self.sources:
             self._watch.lap("read")
 
-    # One try to read the blocks that are missing
-
     def _fetch(self, claimed: ClaimedSources, meter: Meter, sources: Sequence[Source]) -> None:
+        """Read the blocks that are missing: objects first. Once more, if a source is lost in it."""
         call = claimed.call
         self._book_lost_time()
         feeds = [self._feed_of(claimed, source) for source in sources]

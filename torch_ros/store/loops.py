@@ -131,10 +131,9 @@ def settle(
 def _look(
     ranges: Ranges, rule: Callable[[View], Step[T]], first: View | None
 ) -> Steps[tuple[View, Step[T]]]:
-    """A view in which the rule sees enough, and what it says."""
-    asked, looks, view = ranges, 1, first
-    if first is not None and not all(map(first.has, ranges)):
-        view = None
+    """A view in which the rule sees enough, and the step that it says: `first`, if it can be."""
+    view = first if first is not None and all(map(first.has, ranges)) else None
+    asked, looks = ranges, 1
     while True:
         if view is None:
             view = yield Read(asked)

@@ -13,7 +13,7 @@ import msgspec
 from torch_ros.errors import BackendError, InstallRejected, SeatLost, UsageError, VersionNotFound
 from torch_ros.features.installs.records import NAME, Install, Rejection
 from torch_ros.protocol import keys as k
-from torch_ros.protocol.calls import conclude, outcome_of
+from torch_ros.protocol.calls import conclude, open_call
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.legible import keyed, readable, say
 from torch_ros.protocol.records import (
@@ -24,7 +24,7 @@ from torch_ros.protocol.records import (
     VersionRecord,
     VersionRef,
 )
-from torch_ros.protocol.seat import Seat, find, own_group, recorded
+from torch_ros.protocol.seat import Seat, recorded
 from torch_ros.protocol.versions import Spec, resolve
 from torch_ros.store.loops import Act, Done, Step, Wait
 from torch_ros.store.txn import Entry, Put, Range, Txn, View, one
@@ -120,10 +120,9 @@ def leave(view: View, seat: Seat, call: Call, ref: VersionRef) -> Step[Call]:
 
 def end(view: View, seat: Seat, call: Call, attempt: int) -> Step[Outcome]:
     """All ranks have left their blocks well: active, unless a rank has thought better of it."""
-    own_group(view, seat)
-    current = find(view, seat, call.number)
-    if current is None or current.outcome is not None:
-        return Done(outcome_of(current, seat, call))
+    current = open_call(view, seat, call)
+    if isinstance(current, Outcome):
+        return Done(current)
     ref, there = current.ref, _own(view, seat)
     assert ref is not None
     if there.attempt == attempt and (there.trying or there.active == ref):
