@@ -58,8 +58,7 @@ UInts = npt.NDArray[np.uint64]
 
 # Longer: a coarser sample. Shorter: the outer sum begins to cost as much as the inner ones.
 SEGMENT_BYTES = 1024
-# One segment of so many is sampled.
-SAMPLED_OF = 64
+SAMPLED_OF = 64  # one segment of so many is sampled
 # The first segments always are: norms and biases of 4096 elements in bf16 are checked whole.
 ALWAYS_SAMPLED = 8
 

@@ -31,8 +31,7 @@ Depth = Literal["off", "sampled", "full"]  # of digests: how much of the content
 # All processes of a model use the same size: positions in the protocol count blocks.
 BLOCK_BYTES = 4 << 20
 
-# torch refuses more dimensions in most of its operations.
-DIMENSIONS_MAX = 64
+DIMENSIONS_MAX = 64  # torch refuses more in most of its operations
 # Nothing larger exists, and sums of two such numbers still fit in int64.
 _ELEMENTS_MAX = 2**62
 UNIONS_MAX = 8  # unions of layouts that are kept: a few versions are read at a time

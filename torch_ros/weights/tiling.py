@@ -149,7 +149,10 @@ def _refuse_shared_memory(wanted: Chunks, targets: Layout) -> None:
 
 
 def _one_of_equals(chunks: Chunks, target_rank: int) -> Chunks:
-    """One row for each box, chosen from those that hold it; sorted by tensor, then offsets."""
+    """One row for each box, chosen from those that hold it; sorted by tensor, then offsets.
+
+    Of 8 GB in 4 equal copies, reader 1 takes the first 2 GB from copy 1, then from 2, 3 and 0.
+    """
     if not len(chunks.rank):
         return chunks
     box = [chunks.tensor, *chunks.offsets.T, *chunks.sizes.T]
@@ -157,11 +160,11 @@ def _one_of_equals(chunks: Chunks, target_rank: int) -> Chunks:
     starts = group_starts(*(column[order] for column in box))
     copies = np.diff(starts, append=len(order))
     spread = np.logical_and.reduceat(chunks.spread[order], starts)
-    # By bytes, not by turns: weights and biases often alternate. Not exact, so floats will do.
+    # By bytes, not by boxes: weights and biases often alternate. Not exact, so floats will do.
     first = order[starts]
     size_bytes = chunks.sizes[first].prod(1, dtype=np.float64) * chunks.item_bytes[first]
-    before = (np.cumsum(size_bytes) - size_bytes) / size_bytes.sum()
-    turn = target_rank + (before * np.minimum(copies, COPIES_MAX)).astype(np.int64)
+    share_before = (np.cumsum(size_bytes) - size_bytes) / size_bytes.sum()
+    turn = target_rank + (share_before * np.minimum(copies, COPIES_MAX)).astype(np.int64)
     return chunks.take(order[starts + np.where(spread, turn % copies, 0)])
 
 
