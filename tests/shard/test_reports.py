@@ -10,9 +10,11 @@ from kit import inside, published
 from torch_ros import DrainReport, PublishReport, ReadReport
 from torch_ros.deadline import wall_ms
 from torch_ros.errors import TorchRosError
+from torch_ros.protocol import membership
 from torch_ros.shard import publishing
 from torch_ros.shard.replication import Replication
 from torch_ros.shard.report import REPORTS_KEPT, Reports
+from torch_ros.store.loops import Wait
 from torch_ros.store.txn import Delete, Txn, one
 
 
@@ -45,6 +47,9 @@ def test_each_call_leaves_a_report(opened):
 
 
 def test_a_report_and_the_log_say_why_a_call_began_again(opened, monkeypatch, caplog):
+    # Whoever watches over the replica would notice first, now and then, and take the seat again.
+    unmoved = lambda _, seat: Wait("", (one(seat.group),))
+    monkeypatch.setattr(membership, "watch_over", unmoved)
     trainer = opened("trainer")
     group, offer, lost = inside(trainer).group, publishing._offer, []
 
