@@ -104,6 +104,7 @@ class SeatLost(TorchRosError):
     reason: str
 
 
+@dataclass(eq=False, repr=False)
 class Fenced(SeatLost):
     """This replica lost its place for good: close this handle and open a new one.
 
@@ -113,11 +114,7 @@ class Fenced(SeatLost):
 
     way_out = "close this handle and open a new one"
 
-    is_orderly: bool
-
-    def __init__(self, replica: str, reason: str, is_orderly: bool = False) -> None:  # noqa: FBT002  # positional, for pickle
-        super().__init__(replica, reason)
-        self.args, self.is_orderly = (replica, reason, is_orderly), is_orderly
+    is_orderly: bool = False
 
 
 class BackendError(TorchRosError):
@@ -188,6 +185,7 @@ class ContentChanged(UsageError):
     fqn: str
 
 
+@dataclass(eq=False, repr=False)
 class CallMismatch(UsageError):
     """The ranks of a group must make the same calls in the same order."""
 
@@ -195,15 +193,8 @@ class CallMismatch(UsageError):
     call: int
     asked: str
     decided: str
-    rank: int  # that found it, and asked; -1: this one
-    behind: int  # how many more calls its peers have made
-
-    def __init__(
-        self, replica: str, call: int, asked: str, decided: str, rank: int = -1, behind: int = 0, /
-    ) -> None:
-        super().__init__(replica, call, asked, decided, rank, behind)
-        self.replica, self.call, self.asked, self.decided = replica, call, asked, decided
-        self.rank, self.behind = rank, behind
+    rank: int = -1  # that found it, and asked; -1: this one
+    behind: int = 0  # how many more calls its peers have made
 
     def _said(self) -> str:
         who = f"rank {self.rank}" if self.rank >= 0 else "this rank"
@@ -269,6 +260,7 @@ class LoanRefused(NotAvailable):
     advice: str
 
 
+@dataclass(eq=False, repr=False)
 class DeadlineExceeded(NotAvailable, TimeoutError):
     """The call's ``timeout_s`` ran out; `reason` is what it last waited for."""
 
@@ -277,10 +269,6 @@ class DeadlineExceeded(NotAvailable, TimeoutError):
     what: str
     timeout_s: float
     reason: str
-
-    def __init__(self, what: str, timeout_s: float, reason: str) -> None:
-        super().__init__(what, timeout_s, reason)  # TimeoutError wants it for `args`
-        self.what, self.timeout_s, self.reason = what, timeout_s, reason
 
 
 @dataclass(eq=False, repr=False)
