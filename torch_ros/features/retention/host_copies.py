@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import torch
 
 from torch_ros.allocation import allocating
+from torch_ros.copies.room import available_bytes, ranks_here
 from torch_ros.deadline import Deadline, wall_ms
 from torch_ros.errors import BackendError, ClosedError, SeatLost
 from torch_ros.features.retention.copying import CopiedPart, copying, releasing
@@ -23,7 +24,6 @@ from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.records import Kept, mark
 from torch_ros.protocol.seat import Seat
 from torch_ros.shard.core import shard_of
-from torch_ros.shard.room import available_bytes, ranks_here
 from torch_ros.spans import HOST, Region
 from torch_ros.store.run import Reminder
 from torch_ros.transfer.card import ALL_BLOCKS

@@ -18,6 +18,7 @@ from hashlib import blake2b
 
 import torch
 
+from torch_ros.copies.room import available_bytes, ranks_here
 from torch_ros.deadline import Deadline
 from torch_ros.errors import (
     BackendError,
@@ -40,7 +41,6 @@ from torch_ros.protocol.seat import recorded
 from torch_ros.shard.beside import Bell
 from torch_ros.shard.collective import collectively, end_for_peers
 from torch_ros.shard.core import Shard
-from torch_ros.shard.room import available_bytes, ranks_here
 from torch_ros.shard.seams import Feature
 from torch_ros.transfer.registered import LocalState
 from torch_ros.transfer.staging_buffers import aligned

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import torch_ros
+from torch_ros.copies.room import NAMES, V1, V2, available_bytes, left_in, ranks_here
 from torch_ros.p2p import cgroups
-from torch_ros.shard.room import NAMES, V1, V2, available_bytes, left_in, ranks_here
 
 V1_NONE = 9223372036854771712
 
@@ -91,7 +91,7 @@ def test_this_host_has_some():
 
 JOB = """
 import os, pathlib, sys
-from torch_ros.shard.room import available_bytes
+from torch_ros.copies.room import available_bytes
 (pathlib.Path(sys.argv[1]) / "cgroup.procs").write_text(str(os.getpid()))
 print(int(available_bytes()))
 """
