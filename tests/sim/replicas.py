@@ -20,8 +20,10 @@ from torch_ros.costs import Costs
 from torch_ros.errors import Fenced, NotAvailable, SeatLost, TorchRosError
 from torch_ros.face import opening
 from torch_ros.features.deltas.copies import DeltaOptions
+from torch_ros.features.reading.reads import ReadTensors
 from torch_ros.features.retention.flow import Retention
 from torch_ros.shard.checkpoint import LoadRequest, SaveRequest
+from torch_ros.shard.collective import collectively
 from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.local import LocalChunk, LocalTensor
 
@@ -484,9 +486,9 @@ class Process:
             is_served=False,
             timeout_s=timeout_s,
             verb="read",
-            keeps=True,
         )
-        report = self.handle.checkpoints.load(request)
+        flow = lambda deadline: ReadTensors(self.shard, request, deadline).run()
+        report = collectively(self.shard, request.asked, flow, timeout_s)
         assert self.handle.version is None, "a read serves"
         self.world.checks.returned(self, report.version)
         return report

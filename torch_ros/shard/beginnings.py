@@ -102,11 +102,15 @@ class Beginnings:
         self._is_minded = False
 
     def begin(self, asked: Asked, storage: object) -> Beginning:
-        """Returns at once; requests, if any are needed, are made by a thread of its own."""
+        """Note that a call of DCP begins on this rank. Returns at once.
+
+        Whether the others have begun it is asked by a thread, which ends the call on all ranks if
+        it never comes here: not for one rank, as nobody waits for it.
+        """
         group = self._group
         number, now_s = group.ledger.calls_made + 1, time.monotonic()
         made = Beginning(asked, number, weakref.ref(storage), threading.get_ident(), now_s)
-        if group.seat.world_size > 1:  # else nobody waits
+        if group.seat.world_size > 1:
             with self._lock:
                 self._all = [one for one in self._all if one.state != "over"]
                 self._all.append(made)
@@ -116,7 +120,11 @@ class Beginnings:
         return made
 
     def left(self, mine: Beginning | None) -> list[Beginning]:
-        """The beginnings that never came, when this thread makes another call or begins `mine`."""
+        """The beginnings that will not come any more, when this thread makes a call.
+
+        One thread makes one call at a time, so its earlier beginnings are over; and where another
+        one of DCP begins, `mine`, so are those of all threads.
+        """
         me = threading.get_ident()
         return [
             one
@@ -146,6 +154,7 @@ class Beginnings:
                     log.exception("%s: its beginning is not minded", one.asked)
 
     def _look_after(self, one: Beginning) -> None:
+        """End a beginning that will not come here, or that keeps the others waiting too long."""
         if one.state == "begun" and one.storage() is None:
             self._end(one, self.error(one.lost))
             return

@@ -24,12 +24,9 @@ from torch_ros.shard.finding import PinnedVersion, find
 from torch_ros.shard.publishing import Content, publish
 from torch_ros.shard.replication import Replication, Target, read_and_heal
 from torch_ros.shard.report import ReadReport
-from torch_ros.shard.tensors import Brought
-from torch_ros.shard.verification import Verification
 from torch_ros.store.loops import Done, Step, Wait
 from torch_ros.store.txn import Unseen, View
 from torch_ros.transfer.attending import Attendant, Copier
-from torch_ros.transfer.mailbox import Digests
 from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.left_out import left_out
 from torch_ros.weights.local import copy_bits, require_memory
@@ -94,7 +91,6 @@ class LoadRequest:
         target: The answer of `check`, if it was called on all ranks and passed on all, with what
             all ranks answered (`unanimous`). None: the ranks ask each other.
         begun: The answer of `begin`, where that was called.
-        keeps: Whether the tensors stay registered once they are read, though nothing is served.
         is_partial: A part of the version is read by intention.
     """
 
@@ -106,7 +102,6 @@ class LoadRequest:
     target: LoadTarget | None = None
     begun: Beginning | None = None
     verb: str = "load"
-    keeps: bool = False
     is_partial: bool = False
 
     @property
@@ -125,7 +120,10 @@ class Checkpoints:
         return self._shard.tensors.registered
 
     def begin(self, verb: str, version: int | str, storage: object) -> Beginning:
-        """Begin a save or load on this rank; its `save` or `load` may never come.
+        """Note that DCP begins a save or load on this rank; its `save` or `load` may never come.
+
+        Its number is the group's next one. So those that this thread began before, and never came
+        to, are ended first.
 
         Args:
             storage: DCP's writer or reader. When nobody has it any more, the call will not come.
@@ -204,7 +202,9 @@ def agree(
     effects: Effects | None = None,
     store_wait_s: float | None = None,
 ) -> str:
-    """Go on with `asked` only if a check passes on every rank. One rank alone asks nobody.
+    """Go on with `asked` only if a check passes on every rank: its error is raised on all.
+
+    One rank alone asks nobody, unless the records decide, too.
 
     Args:
         check: This rank's own; a rank that is cut off from etcd asks nobody else.
@@ -250,7 +250,7 @@ class _Save:
         self._state: LocalState | None = None  # what is published: a copy, if one was asked for
         self._registered: LocalState | None = None
         self._attendants: Sequence[Attendant] = ()  # of this copy
-        self._memory = stager_memory
+        self._stager_memory = stager_memory
 
     @cached_property
     def _request(self) -> SaveRequest:
@@ -269,9 +269,9 @@ class _Save:
         try:
             is_offered = publish(shard, request.version, content, self._deadline, store_wait_s)
             assert self._state is not None
-            self._memory.clear()
+            self._stager_memory.clear()
             if request.from_stager:
-                self._memory.update(self._state.spans)
+                self._stager_memory.update(self._state.spans)
             if (held := shard.held) is not None:
                 for attendant in self._attendants:
                     attendant.published(held.uid, is_offered=is_offered)
@@ -280,31 +280,26 @@ class _Save:
             shard.hide_unless_held()
 
     def _give_way(self) -> None:
-        """Unpublish the version that is held, if this save can succeed on every rank."""
+        """Unpublish the version that is held, once all ranks have checked that they can save.
+
+        A save that could not succeed would leave the replica with nothing.
+        """
         shard, asked, store_wait_s = self._shard, self._request.asked, self._request.store_wait_s
         counted = shard.group.ledger.not_waited_for
-        # Ranks that differ would make no version, though each of them could publish its part.
-        is_checked = shard.held is not None or (bool(self._transforms) and not shard.is_alone)
-        if is_checked:
+        # Ranks that transform differently could each publish, and together have no version.
+        may_differ = bool(self._transforms) and not shard.is_alone
+        if shard.held is not None or may_differ:
             shard.begin("agree", asked.check, self._deadline, store_wait_s)
         else:
             shard.begin("publish", asked, self._deadline, store_wait_s)
-        if not is_checked and counted is None:
-            return
-        effects = partial(calls.check_publishable, version=self._request.version)
+            if counted is None:
+                return
         try:
-            said = agree(shard, asked, self._deadline, self._check, effects, store_wait_s)
-            if said != self._answer:
-                raise ManifestMismatch(
-                    f"version {self._request.version}",
-                    "equal transforms on all ranks",
-                    f"{list(self._transforms)} on this rank and others on another",
-                    "pass all ranks the same",
-                )
-        except ContractBroken:
+            self._check_on_all_ranks()
+        except ContractBroken:  # what is held was written to: its readers must not have it
             shard.unpublish(self._deadline, counted=counted)
             raise
-        except CutOff:  # that rank has looked for itself
+        except CutOff:  # of a peer, which has checked its own part
             if store_wait_s is None:
                 raise
         try:
@@ -312,19 +307,37 @@ class _Save:
         except ContractBroken as broken:
             if self._request.copier is None:
                 raise
-            # The copy was whole before, and what the trainer goes on with is not lost for this.
+            # The new copy was whole before, and what the trainer goes on with is not lost.
             log.warning("%s: %s", asked, broken)
+
+    def _check_on_all_ranks(self) -> None:
+        """Raises: ManifestMismatch: They were given other transforms. And what checks raise."""
+        request = self._request
+        effects = partial(calls.check_publishable, version=request.version)
+        said = agree(
+            self._shard, request.asked, self._deadline, self._check, effects, request.store_wait_s
+        )
+        if said != self._answer:
+            raise ManifestMismatch(
+                f"version {request.version}",
+                "equal transforms on all ranks",
+                f"{list(self._transforms)} on this rank and others on another",
+                "pass all ranks the same",
+            )
 
     @property
     def _answer(self) -> str:
+        """Says in a record of etcd which transforms this rank was given."""
         return blake2b(repr(self._transforms).encode(), digest_size=8).hexdigest()
 
     def _check(self) -> str:
+        """Check on this rank alone that the save can succeed, before what is held is given up."""
         check_version(self._request.version)
         self._state = state = self._gather()
-        _ = state.layout  # it has one
+        _ = state.layout  # raises, where it has none
         held = self._shard.held
-        if self._request.from_stager and self._memory & {*state.spans} and held is not None:
+        is_over_it = not self._stager_memory.isdisjoint(state.spans)
+        if self._request.from_stager and is_over_it and held is not None:
             raise ContractBroken(
                 held.version,
                 "dcp.async_save staged the next one over it; this stager reuses its buffers",
@@ -334,16 +347,16 @@ class _Save:
         return self._answer
 
     def _gather(self) -> LocalState:
+        """The tensors to publish: those of the request, or the copy that is made of them now."""
         state, copier = self._request.state, self._request.copier
         if isinstance(state, BaseException):
             raise state
         if not self._request.from_stager:
             self._shard.tensors.examine(state)
-        if copier is None:
-            return state
-        return copier.fill(state, self._attendants)
+        return state if copier is None else copier.fill(state, self._attendants)
 
     def _register(self) -> LocalState:
+        """The tensors as they are registered for the publish, which may ask more than once."""
         self._state = self._state or self._gather()
         if self._registered is None:
             copier = self._request.copier
@@ -374,6 +387,7 @@ class Load(Target):
         self._checked, self._pinned = request.target, request.pinned
 
     def run(self) -> ReadReport:
+        """Check on all ranks, give up what is held, and read; unless it is here already."""
         shard, request, asked = self._shard, self._request, self._request.asked
         shard.read_begins(self._deadline)
         shard.begin("agree", asked.check, self._deadline)
@@ -384,15 +398,19 @@ class Load(Target):
         terms = calls.SourceTerms(
             is_required=False, is_served=request.is_served, is_relayed=answer == "whole"
         )
-        spec, keeps = Spec.parse(request.version), False
+        spec, has_read = Spec.parse(request.version), False
         try:
             read = Replication(shard, spec, self, self._deadline, terms)
             read_and_heal(shard, asked, read)
-            keeps = request.keeps
+            has_read = True
             return read.report
         finally:
-            if not keeps:
-                shard.hide_unless_held(forgets=request.keeps)
+            self.ends(has_read=has_read)
+
+    def ends(self, *, has_read: bool) -> None:
+        """The read has ended, well or not: nothing stays registered that is not held."""
+        del has_read
+        self._shard.hide_unless_held()
 
     def _agree(self) -> str:
         if self._request.target is not None:
@@ -404,7 +422,10 @@ class Load(Target):
         return self._checked.answer
 
     def check(self) -> LoadTarget:
-        """Raises: UsageError, ManifestMismatch: The state dict does not fit the version."""
+        """Find what the version contains, and whether the state dict fits, on this rank alone.
+
+        Raises: UsageError, ManifestMismatch: It does not, or it cannot be read into.
+        """
         shard, request = self._shard, self._request
         pinned = self._pinned or find(shard, Spec.parse(request.version), self._deadline)
         self._pinned = pinned
@@ -441,7 +462,10 @@ class Load(Target):
         )
 
     def _require_another_holder(self) -> None:
-        """To read a version, this replica first gives up the copy that it holds."""
+        """Refuse a load that would lose the version: it first gives up what the replica holds.
+
+        Raises: UsageError: Nobody else holds it.
+        """
         group, spec = self._shard.group, Spec.parse(self._request.version)
         keys, own = group.seat.keys, group.seat.inst
 
@@ -460,7 +484,7 @@ class Load(Target):
             group.ask(spec_ranges(keys), rule, self._deadline)
 
     def _already_held(self) -> ReadReport:
-        """The version is in these tensors; nobody may write there while it is held."""
+        """Fill in the objects alone: the tensors have the version, and hold it still."""
         shard, checked = self._shard, self._checked
         held, registered = shard.held, shard.tensors.registered
         assert checked is not None
@@ -485,24 +509,14 @@ class Load(Target):
         pass
 
     def register(self, layouts: Sequence[Layout]) -> LocalState:
+        """Show what was checked, or what is planned anew where the source has other layouts."""
         checked, pinned = self._checked, self._pinned.layouts if self._pinned else ()
         is_as_checked = all(a is b for a, b in zip(layouts, pinned, strict=False))
-        if checked is None or not is_as_checked:
-            state = self._request.destination.fill(layouts)
-            state.require_writable(f"{self._request.asked}")
-            return self._shard.tensors.show(state)
-        return self._shard.tensors.show(checked.state)
+        if checked is not None and is_as_checked:
+            return self._shard.tensors.show(checked.state)
+        state = self._request.destination.fill(layouts)
+        state.require_writable(f"{self._request.asked}")
+        return self._shard.tensors.show(state)
 
     def vet(self) -> None:
         self._request.destination.vet()
-
-    def came(self, verification: Verification) -> None:
-        if not self._request.keeps:
-            return
-        shard, digests, depth = self._shard, verification.known, self._shard.settings.depth
-        registered = shard.tensors.registered
-        if shard.digests.chunks:  # they were compared with the version's
-            digests = shard.digests
-        elif depth != "off" and not digests.totals and registered is not None:
-            digests = Digests(depth, registered.digests(depth))  # of what landed
-        shard.tensors.brought = Brought(verification.ref, digests, verification.wanted)

@@ -120,7 +120,11 @@ class Shard:
         return kept.ref if kept else None
 
     def base(self) -> Base | None:
-        """The content that it has read and holds now, right before it unpublishes that."""
+        """What a change could be applied to: a version that it has read, holds and shows in full.
+
+        Asked right before that is unpublished. None: the tensors are its own, which may have been
+        written to since they were published, or something was read into them.
+        """
         kept, registered = self.group.ledger.held, self.tensors.registered
         if kept is None or registered is None or kept.is_original:
             return None
@@ -216,28 +220,34 @@ class Shard:
             )
 
     def ready(self, call: str) -> LocalState:
-        """The registered tensors, for a call that begins with nothing held."""
+        """The registered tensors, for a call that may only begin while nothing is held.
+
+        Raises: UsageError: There are none, or a version is held.
+        """
         if self.tensors.is_empty:
             self.tensors.require(call)
         self.require_nothing_held(call)
         return self.tensors.current(call)
 
-    def hide_unless_held(self, *, forgets: bool = False) -> None:
-        """Show nothing, after a save or load; `forgets`: nor keep what `register` was given."""
+    def hide_unless_held(self) -> None:
+        """Show nothing where a save or load ends and the replica holds nothing."""
         if self.held is None:
-            (self.tensors.withdraw if forgets else self.tensors.hide)()
+            self.tensors.hide()
 
     # Calls of the group
 
     def make(self, task: GroupTask[T]) -> T:
-        """Make the group's next call. Clears the word if the replica holds nothing afterwards."""
+        """Make the group's next call. Clears the word if the replica holds nothing afterwards.
+
+        Raises: Missed: The peers have unpublished instead, and now this rank has, too.
+        """
         if task.store_wait_s is not None:
             arguments.seconds("store_wait_s", task.store_wait_s)
         try:
             return self._make(task)
         except Missed as missed:
             call = missed.call
-            if call.outcome is None:  # the peers are in it
+            if call.outcome is None:  # the peers are in it, and wait for this rank's part
                 assert call.ref is not None
                 self._make(self._unpublication(call.ref, call.asked, task.deadline))
             raise
@@ -245,8 +255,10 @@ class Shard:
             self.word.void_unless_held()
 
     def _make(self, task: GroupTask[T]) -> T:
-        if task.kind in ("publish", "replicate"):  # their content is this call's from now on
-            self.tensors.brought = None
+        if task.kind in ("publish", "replicate"):
+            self.tensors.brought = (
+                None  # what a `read` put there is this call's content from now on
+            )
         try:
             return self.group.make(task)
         finally:
@@ -264,7 +276,13 @@ class Shard:
     def begin(
         self, kind: Kind, asked: Asked, deadline: Deadline, store_wait_s: float | None = None
     ) -> None:
-        """Catch up for a call that is made of several. Its number is used in any case."""
+        """Catch up for a call that is made of several, the first of which is of this kind.
+
+        Where that fails, its number counts as used: the peers go on, and this rank stays in step.
+
+        Args:
+            store_wait_s: As of `publish`: where it is given, a call without a seat goes on.
+        """
         try:
             self.catch_up(deadline, Patience(store_wait_s=store_wait_s))
         except SeatLost as lost:
@@ -284,9 +302,14 @@ class Shard:
     ) -> None:
         """Give up the version that is held, once nobody reads it.
 
+        Without etcd, the word is cleared and the tensors are the owner's again: readers ask the
+        memory and not the store.
+
         Args:
-            may_forget: Whether to go on without etcd. Nothing is read then into what is given up.
-            counted: The version that ranks without a seat take for held, and make this call for.
+            may_forget: Whether to go on without etcd; not if something is read into the tensors
+                next, under a call that peers with a seat would not know of.
+            counted: What this rank's peers may take for held though it does not, as after a
+                publication that was not waited for: then it makes their unpublish with them.
         """
         held, counted = self.held, counted or self.group.ledger.not_waited_for
         for feature in self.features:
@@ -305,10 +328,9 @@ class Shard:
                 raise
             for feature in self.features:
                 feature.takes_back()
-            if not self.group.ledger.forget(counted):
+            if not self.group.ledger.forget(counted):  # it has its seat again: tell the store
                 self.unpublish(deadline, may_forget=may_forget, counted=counted)
                 return
-            # The store has forgotten this replica; readers ask the memory, which now says no.
             self.word.void()
             self._has_given_up()
             log.info("%s; its tensors are taken back without the store", lost)
@@ -319,7 +341,7 @@ class Shard:
     def _unpublication(
         self, held: VersionRef, asked: Asked, deadline: Deadline, passing: Passing = ALONE
     ) -> GroupTask[None]:
-        """Stop offering `held`; ends once nobody reads it."""
+        """The task that stops offering `held`, and ends once nobody reads it."""
         watch = Stopwatch()
 
         def sees(view: View) -> None:
@@ -343,15 +365,19 @@ class Shard:
     # Calls of DCP, from where they begin
 
     def end_beginnings(self, mine: Beginning | None) -> None:
-        """End those that never came to their save or load, before this thread makes a call."""
+        """End those that never came to their save or load, before this thread makes a call.
+
+        Their peers wait in them, and would take this thread's call for the one that they made.
+        """
         for one in self.beginnings.left(mine):
             self._end_now(one, self.beginnings.error(one.lost))
 
     def end_beginning(self, one: Beginning, error: TorchRosError) -> None:
+        """The same for one of them, from a thread that makes no call itself."""
         self.busy(partial(self._end_now, one, error), is_member=False)
 
     def _end_now(self, one: Beginning, error: TorchRosError) -> None:
-        if one.state == "begun":
+        if one.state == "begun":  # still, now that no other call is under way
             log.warning("%s", error)
             one.state, one.failure = "over", error
             end_for_peers(self, one.asked, error)

@@ -49,11 +49,12 @@ class Contents:
 
 
 def find(shard: Shard, spec: Spec, deadline: Deadline) -> PinnedVersion:
-    """Wait for the version, and find what it contains. Reads no tensor.
+    """Wait for the version, and ask a holder what it contains. Reads no tensor.
 
-    Takes no claim: the bytes that are read later are checked against the digest in etcd.
+    Takes no claim, so the holder may go, or show its next content: what it shows has to have the
+    digest that etcd has for the version, otherwise others are asked.
     """
-    group, refused = shard.group, Counter[str]()
+    group, failures = shard.group, Counter[str]()  # by holder
     seat, keys = group.seat, group.seat.keys
     ranges = spec_ranges(keys)
     if shard.held is None:  # else an unpublish comes first, which changes what the view shows
@@ -68,9 +69,9 @@ def find(shard: Shard, spec: Spec, deadline: Deadline) -> PinnedVersion:
             return offer
         key = keys.version(offer.ref.run, offer.ref.version)
         own = group.seat.inst  # last: it is about to read from another
-        sources = sorted(who_knows(view, seat, offer), key=lambda i: (i == own, refused[i]))
-        if sources[0] in {own, *refused} and not shows_all(view, keys, offer):
-            raise Unseen
+        sources = sorted(who_knows(view, seat, offer), key=lambda i: (i == own, failures[i]))
+        if sources[0] in {own, *failures} and not shows_all(view, keys, offer):
+            raise Unseen  # a sample of the holders, of which none is left to be asked
         record = VersionRecord.decode(view.entries[key].value, key)
         return Done((offer.ref, record.layout, sources[0]))
 
@@ -90,7 +91,7 @@ def find(shard: Shard, spec: Spec, deadline: Deadline) -> PinnedVersion:
             continue
         except (PeerError, ManifestMismatch) as error:  # of one that fills, ranks may differ yet
             reason = str(error)
-        refused[source] += 1
+        failures[source] += 1
         deadline.check(f"version {ref.version} at {replica_of(source)!r}: {reason}")
         time.sleep(0.05)
 

@@ -29,9 +29,9 @@ class Manifests:
 
     def layouts(self, inst: str, deadline: Deadline) -> list[Layout]:
         """The layouts that the ranks of replica `inst` show now, rank by rank."""
-        if inst == self._group.seat.inst:
-            return [manifest.layout for manifest in self.own(deadline)]
-        return [manifest.layout for manifest in self.of(inst, deadline)]
+        is_own = inst == self._group.seat.inst
+        manifests = self.own(deadline) if is_own else self.of(inst, deadline)
+        return [manifest.layout for manifest in manifests]
 
     def of(self, inst: str, deadline: Deadline, world_size: int = 1) -> list[Manifest]:
         """The manifests that the ranks of another replica show now, rank by rank.
@@ -73,8 +73,12 @@ class Manifests:
     ) -> Outcome:
         """The layout that the ranks have every element of, once all are ready (I9).
 
-        Looks at what the peers show only if no call has ended yet with what they said. The answer
-        is no knowledge before the call has ended with it.
+        What the peers show is looked at only if no call has ended yet with the same answers: a
+        trainer that saves the same tensors at each step pays for it once.
+
+        Args:
+            said: By rank, the digest of the sharding that it has.
+            is_required: Whether a part is an error; else the outcome then has no layout.
 
         Raises:
             ManifestMismatch: It is required, and an element is missing.
@@ -94,7 +98,8 @@ class Manifests:
         self, registered: LocalState, said: Mapping[int, str], deadline: Deadline
     ) -> Sequence[Layout]:
         mine = registered.sharding
-        if (mine.is_whole and set(said.values()) == {mine.digest}) or len(said) == 1:
+        have_all_the_same = mine.is_whole and set(said.values()) == {mine.digest}
+        if have_all_the_same or len(said) == 1:
             return [registered.layout]
         layouts = [manifest.layout for manifest in self.own(deadline)]
         for rank, layout in enumerate(layouts):
@@ -104,14 +109,17 @@ class Manifests:
         return layouts
 
     def alone(self, registered: LocalState) -> Outcome:
-        """The same, as far as this rank can tell without its peers; else with no answers.
+        """The outcome of `together`, as far as this rank can tell without its peers.
+
+        It can if the last call ended with the same from this rank, or if this rank has all itself.
+        Otherwise the outcome has no answers.
 
         Raises: ManifestMismatch: It is alone, and an element is missing.
         """
         mine, world_size = registered.sharding, self._group.seat.world_size
-        known = self._group.ledger.end_of(mine.digest)
-        if known.answers:
-            return known
+        as_last_time = self._group.ledger.end_of(mine.digest)
+        if as_last_time.answers:
+            return as_last_time
         if world_size == 1:
             require_whole([registered.layout])
         elif not mine.is_whole:
@@ -122,10 +130,11 @@ class Manifests:
     def _shown(
         self, shards: Sequence[ShardRecord], source: str, deadline: Deadline
     ) -> list[Manifest]:
+        """Read one manifest after the other; a peer of this replica that is mute is waited for."""
         manifests = []
-        own = source == self._group.seat.replica
+        can_do_without = None if source == self._group.seat.replica else lambda _: True
         for rank, shard in enumerate(shards):
-            mute = SourceWait(source, deadline, lambda: True, None if own else lambda _: True)
+            mute = SourceWait(source, deadline, lambda: True, can_do_without)
             still = partial(mute.look, f"rank {rank} does not answer")
             try:
                 manifests.append(self._peers.manifest(shard.card, deadline, still)[1])

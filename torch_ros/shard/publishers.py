@@ -26,10 +26,11 @@ log = log_of(__name__)
 
 
 def require_equal(shard: Shard, call: GroupCall, layout: str, deadline: Deadline) -> None:
-    """Compare what this replica is about to offer with what an older publisher of it has.
+    """Compare what this replica is about to offer with what an older publisher of it shows.
 
-    By the last rank to be ready, before the call ends. Where one of both has no digests, nothing
-    tells whether they are equal; in the model whose name is nobody's choice, a warning says so.
+    Readers take bytes of both. The last rank to be ready asks, before the call ends. Where one of
+    both has no digests, nothing tells whether they are equal; under the default model's name, which
+    two jobs may share by accident, a warning says so.
 
     Args:
         layout: The one that the ranks of this replica have all of.
@@ -39,15 +40,15 @@ def require_equal(shard: Shard, call: GroupCall, layout: str, deadline: Deadline
         VersionConflict: The digests differ.
     """
     group, ref = shard.group, call.ref
-    if ref.uid == call.fresh_uid:  # it is this replica's own
+    if ref.uid == call.fresh_uid:  # nobody else has published the number
         return
     rule = partial(elder, seat=group.seat, ref=ref)
-    asks = partial(group.ask, elder_ranges(group.seat, ref), rule, deadline)
-    if (there := asks()) is None:
+    find_elder = partial(group.ask, elder_ranges(group.seat, ref), rule, deadline)
+    if (found := find_elder()) is None:
         return
-    inst = there.inst
+    inst = found.inst
     try:
-        manifests = shard.manifests.of(inst, deadline, there.world_size)
+        manifests = shard.manifests.of(inst, deadline, found.world_size)
     except PeerError as error:  # it goes: readers find that out
         log.info("version %d of %r is not compared: %s", ref.version, replica_of(inst), error)
         return
@@ -58,7 +59,7 @@ def require_equal(shard: Shard, call: GroupCall, layout: str, deadline: Deadline
     mine = _digests(shard.manifests.own(deadline)) if theirs.totals else Digests()
     if mine.totals and mine.depth == theirs.depth:
         fqn = first_difference(mine.totals, theirs.totals)
-        if fqn is not None and asks() == there:  # else it showed its next content, perhaps
+        if fqn is not None and find_elder() == found:  # else it showed its next content, perhaps
             reason = f"{replica_of(inst)!r} has published it with other content: tensor {fqn!r}"
             raise VersionConflict(shard.model, ref.version, ref.run, reason)
     elif shard.model == DEFAULT_MODEL and shard.tensors.is_news("publishers"):
@@ -100,7 +101,12 @@ class ReadFrom:
         self._names: list[str] = []
 
     def note(self, sources: Iterable[Source], *, has_some: bool, is_compared: bool) -> None:
-        """These are read from next; `has_some`: what came from earlier ones is kept."""
+        """Note who is read from next, and warn where two publishers' bytes may be mixed.
+
+        Args:
+            has_some: Whether bytes that came from earlier sources are kept.
+            is_compared: Whether digests tell in the end that all bytes are one version's.
+        """
         before = self._names if has_some else []
         now = [replica_of(source.inst) for source in sources if source.is_original]
         self._names = list(dict.fromkeys([*before, *now]))

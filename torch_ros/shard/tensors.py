@@ -44,7 +44,8 @@ class Tensors:
     def show(self, state: LocalState, *, is_copy: bool = False) -> LocalState:
         """Register `state` in place of the tensors before, and show it.
 
-        If that is registered already, its buffers take over the objects.
+        The same tensors stay registered, which would cost milliseconds, and the buffers that are
+        registered with them take over the objects of `state`.
         """
         registered = state.known or state
         if registered is not state:
@@ -81,14 +82,14 @@ class Tensors:
         self._named = state.named
 
     def state_of(self, given: Named) -> LocalState:
-        """The user's tensors; without looking at each, if they are those that are registered."""
+        """The user's tensors as a state: the registered one, if it is of these very tensors."""
         shown = self.registered
         if shown is not None and shown.named is not None and shown.named.are(given):
             return shown
         return LocalState.of(given)
 
     def hide(self) -> None:
-        """Show nothing; what `register` was given may be shown again."""
+        """Show nothing, and register nothing; `current` shows again what `register` was given."""
         self._mailbox.withdraw()
         self.registered = self.brought = None
         self._pages.follow(())
@@ -96,7 +97,7 @@ class Tensors:
             feature.lets_go()
 
     def withdraw(self) -> None:
-        """The same, and forget what `register` was given."""
+        """Do as `hide`, and forget what `register` was given."""
         self.hide()
         self._named = None
 
@@ -136,44 +137,49 @@ class Tensors:
     def _found(self, call: str) -> LocalState:
         named = self._named
         if named is None:
-            if self.registered is not None and self.is_copy:
-                raise UsageError(
-                    f"{call}: this handle has no tensors, only a copy that was made of some to be "
-                    "published once (by publish_copy, mode='copy' or dcp.async_save); register() "
-                    "the tensors, or publish a copy again"
-                )
+            self._require_no_copy(call)
             return self.require(call)
         shown = self.registered if self.registered and self.registered.named is named else None
         if shown is not None and named.is_current:
             return shown
         state = LocalState.of(named.given)
-        others = named.others(state.named) if state.named is not None else []
-        if shown is not None and not others:
+        moved = named.others(state.named) if state.named is not None else []
+        if shown is not None and not moved:  # other views of the same memory
             return shown
-        if others:
+        if moved:
             log.info(
                 "%d of %d registered tensors have other memory or shapes now (%s, ...); "
                 "registered again",
-                len(others),
+                len(moved),
                 len(named.tensors),
-                others[0],
+                moved[0],
             )
         return self.show(state)
 
-    def are(self, state: LocalState, *, is_alone: bool) -> bool:
-        """Whether `state` is registered; objects, always in new buffers, aside.
+    def _require_no_copy(self, call: str) -> None:
+        """Raises: UsageError: What is registered is the copy of a save, made for one version."""
+        if self.registered is not None and self.is_copy:
+            raise UsageError(
+                f"{call}: this handle has no tensors, only a copy that was made of some to be "
+                "published once (by publish_copy, mode='copy' or dcp.async_save); register() "
+                "the tensors, or publish a copy again"
+            )
 
-        Marks of what is spread do not matter to a replica of one rank.
+    def are(self, state: LocalState, *, is_alone: bool) -> bool:
+        """Whether the tensors of `state` are those that are registered, in the same memory.
+
+        Objects do not count: they come in new buffers each time. Nor does whether a tensor is
+        spread over ranks, where there is only one.
         """
-        known = self.registered
-        if known is None:
+        registered = self.registered
+        if registered is None:
             return False
-        if known in (state, state.known):
+        if registered in (state, state.known):
             return True
-        there, here = known.layout, state.layout
+        theirs, mine = registered.layout, state.layout
         if is_alone:
-            there, here = there.unspread, here.unspread
-        return there.digest == here.digest and known.spans == state.spans
+            theirs, mine = theirs.unspread, mine.unspread
+        return theirs.digest == mine.digest and registered.spans == state.spans
 
     def is_news(self, what: object) -> bool:
         """Whether this is asked for the first time: a warning that is given once in a handle."""
@@ -188,7 +194,10 @@ class Tensors:
 
     @property
     def freed(self) -> str:
-        """Tells of a tensor whose memory was freed, and may be others' by now; "": of none."""
+        """Tells of a tensor whose memory was freed since it was shown; "": of none.
+
+        That memory may be another tensor's by now, which readers would take for this one's.
+        """
         registered = self.registered
         if registered is None or self._places == (now := _places(registered)):
             return ""

@@ -44,7 +44,11 @@ def update(shard: Shard, request: UpdateRequest) -> VersionRef | None:
 
 
 def update_at_once(shard: Shard, request: UpdateRequest, deadline: Deadline) -> VersionRef | None:
-    """As `update`, within the call of the caller; no version is waited for, if one is held."""
+    """Find a newer version on all ranks, give up what is held, and read it.
+
+    A replica that holds nothing goes on to read at once, without asking first; except where its
+    policy has versions that it does not go to.
+    """
     search = Search(shard, request, deadline)
     search.begin()
     is_asked = search.held is not None or search.policy.is_asked_first
@@ -53,11 +57,11 @@ def update_at_once(shard: Shard, request: UpdateRequest, deadline: Deadline) -> 
         shard.read_ends(search.held, deadline)
         return None
     if search.held:
-        search.all_go_on(deadline)  # before that is given up
+        search.all_go_on(deadline)  # a rank that does not come would leave the replica with nothing
     with search.given_up(deadline) as target:
-        *firsts, last = search.to_read(found)
-        for spec in firsts:
-            with suppress(VersionNotFound):
+        *preferred, last = search.to_read(found)
+        for spec in preferred:
+            with suppress(VersionNotFound):  # it has gone meanwhile
                 return replicate(shard, spec, target, deadline)
         return replicate(shard, last, target, deadline)
 
@@ -103,7 +107,7 @@ class Search:
     # Calls of the group
 
     def all_go_on(self, deadline: Deadline) -> bool:
-        """Whether no rank objects. Returns when all have come, who hold what they held."""
+        """Whether no rank objects. Returns when all have come, and still hold what they held."""
         held = self.held
 
         def ask(call: GroupCall) -> bool:
@@ -122,16 +126,17 @@ class Search:
 
     @contextmanager
     def given_up(self, deadline: Deadline) -> Iterator[Target]:
-        """Give up what is held; within, a call may be decided from what that has read along."""
+        """Give up what is held; within, the replicate starts from what that has read along."""
         shard, passing = self.shard, Passing(self._sight, replicates=True)
         target = Target(shard, shard.base())
         shard.unpublish(deadline, may_forget=False, passing=passing)
         try:
             yield target
-        finally:  # no later call: `latest` may mean another version by then
+        finally:  # a later call must not: `latest` may mean another version by then
             shard.group.ledger.take_sight(shard.group.seat)
 
     def _find(self) -> Next:
+        """Look for a newer version, as a call of the group; or, alone, by one read."""
         shard, group, deadline = self.shard, self.shard.group, self.deadline
         ranges = newer_ranges(group.seat.keys, self.held)
         if not shard.is_alone:

@@ -32,10 +32,9 @@ log: logging.Logger = log_of(__name__)
 class Verification:
     """Compares one read of `ref` with what was published, from its first source to its end."""
 
-    ref: VersionRef
-
     def __init__(self, shard: Shard, ref: VersionRef, deadline: Deadline) -> None:
-        self._shard, self.ref, self._deadline = shard, ref, deadline
+        self._shard, self._deadline = shard, deadline
+        self.ref: VersionRef = ref
         self._expected = Digests()  # of the version
         self.wanted: Logical | None = None  # what the first source shows of it
         self._manifests: Sequence[Manifest] = ()  # of the first source
@@ -46,7 +45,8 @@ class Verification:
     def as_published(self, feed: Feed) -> Iterator[None]:
         """Treat tensors that do not fit as a lost source, unless it shows what was published.
 
-        A relay may be loading only a part of the version.
+        Then the reader's own are wrong, and no other source would help. But a relay may be loading
+        only a part of the version, or something else by now.
         """
         try:
             yield
@@ -57,6 +57,7 @@ class Verification:
             raise SourceLost(feed.source.replica, reason, 0, 0) from error
 
     def _is_published(self, feed: Feed) -> bool:
+        """Whether the source shows the layout of the version's record; also if that is gone."""
         layout = published(self._shard, self.ref, self._deadline)
         try:
             return not layout or (logical(feed.layouts).digest == layout and is_whole(feed.layouts))
@@ -71,19 +72,21 @@ class Verification:
         self._shard.mailbox.show_digests(self._expected)
 
     def _digests_of(self, feed: Feed, inst: str) -> Digests:
-        """The version's digests, as far as this source knows them."""
+        """The version's digests, as far as this source knows them.
+
+        A rank that does not verify takes those that are ready, for readers of its own that do.
+        """
         self._manifests = manifests = [manifest for _, manifest in feed.manifests]
-        depth = self._shard.settings.depth
-        if depth != "off" and manifests[0].depth != "off":
+        verifies, has_some = self._shard.settings.depth != "off", manifests[0].depth != "off"
+        if verifies and has_some:
             found = digests_of(manifests)
             if found.depth == "off":
                 log.warning(
                     "not all ranks of %s have digests of one depth; it is not verified", inst
                 )
             return found
-        if depth != "off":
+        if verifies:
             log.warning("%s has no digests; the bytes read from it are not verified", inst)
-        # Passed on all the same, for readers that verify.
         known = next((m for m in manifests if m.totals), None)
         return Digests(known.depth, (), known.totals) if known else Digests()
 
@@ -105,13 +108,18 @@ class Verification:
 
     @property
     def proves_all(self) -> bool:
-        """Whether a comparison would find a byte that no source has sent."""
-        expected = self._expected
-        is_wanted = self._shard.settings.depth != "off"
-        return is_wanted and expected.depth == "full" and bool(expected.totals)
+        """Whether a comparison would find any wrong byte: digests of samples would not.
+
+        Bytes that a rank made of what it had, by deltas, were checked by no source's word.
+        """
+        return self.compares and self._expected.depth == "full"
 
     def digest(self, registered: LocalState) -> bool:
-        """Digest this rank's part, and show it to readers; whether digests are wanted at all."""
+        """Digest this rank's part, and show that: the last rank to be ready compares all ranks'.
+
+        Returns:
+            Whether anything was digested. A rank that does not verify only passes totals on.
+        """
         shard, expected = self._shard, self._expected
         depth: Depth = expected.depth if shard.settings.depth != "off" else "off"
         shard.digests = Digests(expected.depth, registered.digests(depth), expected.totals)
@@ -123,21 +131,21 @@ class Verification:
         """Compare the digests of all ranks with the version's. Called by the last to be ready.
 
         Args:
-            is_unproven: A rank has made its part of what it had, so all must be compared, equal
-                chunks too.
+            source: For the error: the replica that it was read from.
+            is_unproven: A rank has made its part of what it had, by deltas: without digests of all
+                bytes, or of each of its chunks, the read counts as corrupt.
 
         Raises: CorruptWeights: They differ.
         """
         shard, expected, version = self._shard, self._expected, self.ref.version
-        source = "" if is_unproven else source
         if is_unproven and not self.proves_all:
-            raise CorruptWeights(shard.model, version, "?", source)
+            raise CorruptWeights(shard.model, version, "?", "")
         if shard.settings.depth == "off" or expected.depth == "off":
             return
         manifests = shard.manifests.own(self._deadline)
         if any(len(m.digests) != len(m.layout.chunks) for m in manifests):
             if is_unproven:
-                raise CorruptWeights(shard.model, version, "?", source)
+                raise CorruptWeights(shard.model, version, "?", "")
             log.warning("not all ranks have digests; version %d is not verified", version)
             return
         layouts, chunks = [m.layout for m in manifests], [m.digests for m in manifests]
@@ -146,7 +154,7 @@ class Verification:
         if fqn is None and is_unproven:
             fqn = first_unproven(layouts, chunks, found)
         if fqn is not None:
-            raise CorruptWeights(shard.model, version, fqn, source)
+            raise CorruptWeights(shard.model, version, fqn, "" if is_unproven else source)
 
     def end_of(
         self, registered: LocalState, said: Mapping[int, str], terms: SourceTerms
@@ -167,7 +175,7 @@ class Verification:
 def require_content(
     shard: Shard, ref: VersionRef, wanted: Logical | None, end: Outcome, deadline: Deadline
 ) -> None:
-    """Name what a replica lacks before its call ends, which only tells that layouts differ.
+    """Name the tensor that a replica lacks; the end of its call only says that layouts differ.
 
     Args:
         wanted: The contents, as a source has shown them; a relay may show a part.

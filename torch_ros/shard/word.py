@@ -27,9 +27,13 @@ class OwnWord:
             buffer.name(Word(mark, ALL_BLOCKS).pack())
 
     def show_nothing(self, mark: int, buffer: Buffer | None = None) -> None:
-        """What is there may not be the call's content: that is known when the call has ended."""
+        """Name the call, and no byte of it: only its end says whether what is there is its content.
+
+        A publisher of a number that another one has published may have other bytes; what was made
+        of deltas may have gone wrong.
+        """
         self._mailbox.serve(mark, 0)
-        if buffer is not None:  # the store may say that the call has ended before this rank knows
+        if buffer is not None:  # borrowers find it in the store, perhaps before this rank knows
             buffer.name(Word(mark, 0).pack())
 
     def void(self) -> None:
@@ -41,21 +45,24 @@ class OwnWord:
     def void_unless_held(self) -> None:
         """Clear it if the replica holds nothing: where a call ends, and before the next begins.
 
-        If it holds what was unproven, and this rank has learned the end late, tell all of it.
+        After `show_nothing`, where this rank has learned late that the call ended well, serve all.
         """
-        kept = self._ledger.held
+        held = self._ledger.held
         if self._ledger.holds is None:
             self.void()
-        elif kept is not None and self._mailbox.word == Word(mark(kept.ref.uid, kept.call), 0):
+        elif held is not None and self._mailbox.word == Word(mark(held.ref.uid, held.call), 0):
             self.serve_held()
 
     def serve_held(self) -> None:
-        """Say what the replica holds, in memory that nobody can have written to since."""
-        if (kept := self._ledger.held) is not None:
-            self.serve(mark(kept.ref.uid, kept.call))
+        """Serve what the replica holds, after the word was cleared and before anybody wrote."""
+        if (held := self._ledger.held) is not None:
+            self.serve(mark(held.ref.uid, held.call))
 
     def skip(self, learn: Callable[[], None]) -> None:
-        """Learn the end of a call that the peers made without this rank."""
+        """Learn the end of a call that the peers made without this rank.
+
+        It may be an unpublish, after which their owner writes: so the word is cleared first.
+        """
         self.void()
         try:
             learn()

@@ -20,7 +20,8 @@ from torch_ros.shard.core import Shard
 from torch_ros.shard.finding import Contents, find
 from torch_ros.shard.report import ReadReport
 from torch_ros.shard.tensors import Brought, Tensors, first_changed
-from torch_ros.shard.verification import require_content, summed
+from torch_ros.shard.verification import Verification, require_content, summed
+from torch_ros.transfer.mailbox import Digests
 from torch_ros.transfer.named import Named
 from torch_ros.transfer.registered import LocalState, finish_kernels
 from torch_ros.weights.digest import first_difference
@@ -45,6 +46,24 @@ class Given:
         """Nothing to do: no object is read."""
 
 
+class ReadTensors(Load):
+    """A load whose tensors stay registered, though nothing is served: a `serve` may follow."""
+
+    def came(self, verification: Verification) -> None:
+        """Note which version the tensors have, with digests: its owner may write to them since."""
+        shard, digests, depth = self._shard, verification.known, self._shard.settings.depth
+        registered = shard.tensors.registered
+        if shard.digests.chunks:  # they were compared with the version's
+            digests = shard.digests
+        elif depth != "off" and not digests.totals and registered is not None:
+            digests = Digests(depth, registered.digests(depth))  # of what landed
+        shard.tensors.brought = Brought(verification.ref, digests, verification.wanted)
+
+    def ends(self, *, has_read: bool) -> None:
+        if not has_read and self._shard.held is None:
+            self._shard.tensors.withdraw()
+
+
 class Reads:
     """The reads of one handle that are no replications."""
 
@@ -66,11 +85,11 @@ class Reads:
     ) -> ReadReport:
         shard, given = self._shard, Given(self._shard.tensors, named_tensors)
         request = LoadRequest(
-            version, None, given, is_served=False, verb="read", keeps=True, is_partial=is_partial
+            version, None, given, is_served=False, verb="read", is_partial=is_partial
         )
 
         def flow(deadline: Deadline) -> ReadReport:
-            return Load(shard, request, deadline).run()
+            return ReadTensors(shard, request, deadline).run()
 
         return collectively(shard, request.asked, flow, timeout_s)
 
