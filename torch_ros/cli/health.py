@@ -12,7 +12,7 @@ from http.client import HTTPException
 
 from torch_ros.errors import TorchRosError
 from torch_ros.store.credentials import Tls
-from torch_ros.store.endpoint import members
+from torch_ros.store.endpoint import located, opened
 from torch_ros.store.etcd import EtcdKV
 from torch_ros.store.kv import KV
 
@@ -58,7 +58,7 @@ def health(endpoint: str, *, timeout_s: float) -> EtcdHealth:
     Raises:
         UsageError: `endpoint` is none, or names a file that cannot be used.
     """
-    stores = members(endpoint)
+    stores = _members(endpoint)
     if not stores:
         return EtcdHealth()
     with ThreadPoolExecutor(len(stores)) as pool:
@@ -120,3 +120,16 @@ def _metrics(host: str, tls: Tls | None, timeout_s: float) -> str:
     except (OSError, HTTPException, ValueError):
         return ""
     return found.decode(errors="replace")
+
+
+def _members(endpoint: str) -> dict[str, KV]:
+    """A store for each member that `endpoint` names, by "host:port"; none of them was asked.
+
+    The caller closes them. Empty where there is no etcd: "memory://".
+    """
+    whole = opened(located(endpoint))
+    hosts = whole.endpoint.partition("://")[2].split(",") if isinstance(whole, EtcdKV) else ()
+    whole.close()
+    scheme, _, rest = located(endpoint).partition("://")
+    query = rest.partition("?")[2]
+    return {host: opened(f"{scheme}://{host}?{query}") for host in hosts}

@@ -59,7 +59,7 @@ def connect(endpoint: str, *, timeout_s: float) -> KV:
             as etcd does; or nobody listened there for all of `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
-    kv = _open(endpoint, timeout_s)
+    kv = opened(endpoint, timeout_s)
     # The one on this host has just answered; however slow it is, nobody else is meant.
     answer_s = timeout_s if endpoint == "local" else ANSWER_S_MAX
     try:
@@ -89,23 +89,8 @@ def _await_answer(kv: KV, deadline: float, answer_s: float) -> None:
             return
 
 
-def members(endpoint: str) -> dict[str, KV]:
-    """A store for each member that `endpoint` names, by "host:port"; none of them was asked.
-
-    The caller closes them. Empty where there is no etcd: "memory://".
-
-    Raises:
-        UsageError: As `connect`.
-    """
-    whole = _open(located(endpoint), 0.0)
-    hosts = whole.endpoint.partition("://")[2].split(",") if isinstance(whole, EtcdKV) else ()
-    whole.close()
-    scheme, _, rest = located(endpoint).partition("://")
-    query = rest.partition("?")[2]
-    return {host: _open(f"{scheme}://{host}?{query}", 0.0) for host in hosts}
-
-
-def _open(endpoint: str, timeout_s: float) -> KV:
+def opened(endpoint: str, timeout_s: float = 0.0) -> KV:
+    """As `connect`, and nobody there was asked anything; only "local" is started."""
     if endpoint == "local":
         return EtcdKV([local.ensure(timeout_s)])
     scheme, _, rest = endpoint.partition("://")

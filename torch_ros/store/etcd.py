@@ -32,21 +32,10 @@ from torch_ros.errors import (
     UsageError,
 )
 from torch_ros.printable import log_of
-from torch_ros.store import forking
+from torch_ros.store import forking, member
 from torch_ros.store.aside import Aside
 from torch_ros.store.credentials import Tls, User, bytes_of, pem_of
-from torch_ros.store.member import (
-    HAS_LEADER,
-    A,
-    Member,
-    Metadata,
-    Method,
-    Status,
-    changed,
-    keys,
-    largest,
-    writes,
-)
+from torch_ros.store.member import HAS_LEADER, A, Member, Metadata, Method, Status
 from torch_ros.store.txn import (
     Changes,
     Entry,
@@ -186,7 +175,7 @@ class EtcdKV:
 
     def wait(self, watch: Watch, *, timeout_s: float) -> bool:
         # etcd goes through its past for a new watch only every 100 ms, and tells it nothing before.
-        # So each range is watched from now on too; and what is in between is asked for.
+        # So each range is watched from now on too; what came before that `_wait` asks for.
         starts = [(range_, rev) for rev in (NOW, watch.after_rev + 1) for range_ in watch.ranges]
         return self._watched(partial(self._wait, watch, starts, timeout_s, lambda _: True))
 
@@ -197,7 +186,7 @@ class EtcdKV:
         def is_news(events: Sequence[Any]) -> bool:
             nonlocal rev
             for event in events:
-                key, rev, entry = changed(event)
+                key, rev, entry = member.changed(event)
                 if any(key in range_ for range_ in ranges):
                     news[key] = entry
             return bool(news)
@@ -211,6 +200,7 @@ class EtcdKV:
         return None if is_over and not news else Changes(rev, news)
 
     def _watched(self, wait: Callable[[_Watching], bool]) -> bool:
+        """Have `wait` done aside; where Ctrl-C ends the call here, end the watch there, too."""
         self._check_open()
         watching = _Watching()
 
@@ -240,25 +230,25 @@ class EtcdKV:
             token = self._log_in(deadline)
             call = self._members[index].watch(starts, timeout=timeout_s, metadata=_metadata(token))
             for reply in watching.begin(call):
-                rev = reply.header.revision
                 if reply.canceled and not reply.compact_revision:
                     # Perhaps for want of a token or a role; then this renews the one, or raises.
                     self._has_newer(watch, timeout_s=max(1.0, deadline - time.monotonic()))
                     return True
                 # A store that was wiped counts from 1 again: its events would come much too late.
+                rev = reply.header.revision
                 is_over = reply.canceled or rev < watch.after_rev
                 if is_over or (not reply.created and is_enough(reply.events)):
                     return True
                 created += reply.created
-                is_last = reply.created and 1 < created == len(starts)
-                is_late = is_last and rev > watch.after_rev
+                has_begun = reply.created and 1 < created == len(starts)
+                is_late = has_begun and rev > watch.after_rev  # something came before `NOW`
                 if is_late and self._has_newer(watch, timeout_s=deadline - time.monotonic()):
                     return True
         except grpc.RpcError as error:
             self._check_open()
             is_over = time.monotonic() >= deadline - WATCH_SLACK_S
             if not is_over or (timeout_s > WATCH_BEGINS_S and created < len(starts)):
-                self._note(index, error)
+                self._note(index, error)  # it failed, or has not even begun to watch
             return not is_over
         except ValueError:
             self._check_open()  # as in `_call`
@@ -298,8 +288,8 @@ class EtcdKV:
 
     def _close_members(self) -> None:
         with forking.within():
-            for member in self._members:
-                member.channel.close()
+            for each in self._members:
+                each.channel.close()
         forking.end(self)
 
     def _has_newer(self, watch: Watch, *, timeout_s: float) -> bool:
@@ -340,11 +330,12 @@ class EtcdKV:
     def _send(self, method: Method[A, T], request: A, deadline: float, token: str) -> T:
         """The answer of one member. The next one is asked only if the request never left.
 
-        While none has a leader, all are asked again.
+        Otherwise it may have been applied, and would be a second time. While none has a leader, all
+        are asked again, round after round.
         """
         failures: list[grpc.RpcError] = []
         start, everyone = self._current, len(self._members)
-        for step in count():
+        for step in count():  # one member at each
             index = (start + step) % everyone
             left_s = deadline - time.monotonic()
             if failures and left_s <= 0:
@@ -359,7 +350,7 @@ class EtcdKV:
                 failures = [*failures, error][-everyone:]
                 if not _says(error, *NOT_SENT):
                     break
-            if index == (start - 1) % everyone:
+            if index == (start - 1) % everyone:  # a round is over
                 if not any(_says(error, NO_LEADER) for error in failures):
                     break
                 pause_s = ELECTION_S * 2 ** min(step // everyone, DOUBLED_MAX)
@@ -393,13 +384,14 @@ class EtcdKV:
             self._login.release()
 
     def _authenticate(self, user: User, deadline: float) -> str:
+        """A token. A file that is gone after the first login may be exchanged: that passes."""
         try:
             # An error about how it is encoded would have it whole.
             password = bytes_of(user.password_file).decode(errors="replace").rstrip("\r\n")
         except UsageError as error:
             if not self._was_in:
                 raise
-            advice = "put it back; it is read anew for each login"  # while it is exchanged, say
+            advice = "put it back; it is read anew for each login"
             raise AccessDenied(self.endpoint, "user", str(error), advice) from error
         try:
             token = self._send(Member.authenticate, (user.name, password), deadline, "")
@@ -430,7 +422,7 @@ class EtcdKV:
             case _ if alarm := next((name for sign, name in ALARMS if sign in details), ""):
                 raise StoreAlarm(self.endpoint, alarm) from error
             case _ if _says(error, *TOO_LARGE):
-                raise RequestTooLarge(self.endpoint, *largest(request)) from error
+                raise RequestTooLarge(self.endpoint, *member.largest(request)) from error
             case _ if _says(error, *TOKEN_REFUSED):
                 raise self._user_denied(error) from error
             case grpc.StatusCode.INVALID_ARGUMENT:
@@ -442,9 +434,9 @@ class EtcdKV:
 
     def _role_denied(self, request: Any) -> AccessDenied:
         who = f"user {self._user.name!r}" if self._user else "the user that the certificate names"
-        common = os.path.commonprefix(keys(request))  # noqa: RUF071  # keys are not paths
+        common = os.path.commonprefix(member.keys(request))  # noqa: RUF071  # keys are not paths
         prefix = common[: common.rfind("/") + 1]
-        does, may = ("write", "readwrite") if writes(request) else ("read", "read")
+        does, may = ("write", "readwrite") if member.writes(request) else ("read", "read")
         reason = f"{who} may not {does} all keys that begin with {prefix!r}"
         grant = f"etcdctl role grant-permission ROLE --prefix=true {may} {shlex.quote(prefix)}"
         advice = f"{grant} (readwrite, to publish or replicate; docs/SECURITY.md)"
@@ -525,7 +517,10 @@ def _says(error: Any, *signs: str) -> bool:
 
 
 def _telling(failures: Sequence[Any]) -> Any:
-    """The last one, unless that is silence: then a refused certificate, or want of a leader."""
+    """The failure that tells a person most: the last one, unless that is only silence.
+
+    Then it is one of a refused certificate, or of a cluster without a leader, if there is one.
+    """
     last = failures[-1]
     if last.code() not in SILENCES:
         return last

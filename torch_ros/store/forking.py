@@ -11,7 +11,7 @@ import ctypes
 import os
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def begin(user: object) -> None:
     Raises:
         UsageError: This process was forked while its parent was within gRPC.
     """
-    _here.is_lost = _here.is_lost or not _are_there(_here.awaited)
+    _here.is_lost = _here.is_lost or not _becomes(lambda: _here.awaited <= _threads(), END_S)
     if _here.is_lost:
         raise UsageError(
             "this process was forked while its parent used etcd, and gRPC does not work in it; "
@@ -90,20 +90,17 @@ def end(user: object) -> None:
 
 
 def _await_end() -> None:
-    deadline = time.monotonic() + END_S
-    while _here.was_used and not _here.users and not _here.has_others and _threads():
-        if time.monotonic() > deadline:
-            _here.has_others = True
-        time.sleep(POLL_S)
+    """Wait for gRPC's threads to end, if the channels that are closed were its last ones."""
+    if _here.was_used and not _here.users and not _here.has_others:
+        _here.has_others = not _becomes(lambda: not _threads() or bool(_here.users), END_S)
 
 
-def _are_there(wanted: frozenset[str]) -> bool:
-    deadline = time.monotonic() + END_S
-    while not wanted <= _threads():
-        if time.monotonic() > deadline:
-            return False
+def _becomes(condition: Callable[[], bool], within_s: float) -> bool:
+    """Whether it is true by then: gRPC starts and ends its threads within milliseconds."""
+    deadline = time.monotonic() + within_s
+    while not (is_true := condition()) and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    return True
+    return is_true
 
 
 def _threads() -> frozenset[str]:
@@ -124,25 +121,28 @@ def _tasks() -> list[Path]:
 
 
 def _before() -> None:
+    """Make a fork harmless, if that takes no time; otherwise note what the child has to know."""
     _await_end()
-    deadline = time.monotonic() + REQUEST_S
-    while _here.requests and not _here.watches and time.monotonic() < deadline:
-        time.sleep(POLL_S)
+    _becomes(lambda: not _here.requests or bool(_here.watches), REQUEST_S)
     _here.threads = _threads()
 
 
 def _in_child() -> None:
+    """Note whether gRPC can be used here: not if the parent was within it, or it did not restart.
+
+    Without /proc, nothing tells: then it cannot where the parent had channels.
+    """
     channels = list(_here.users)  # the parent's
     for user in channels:
         # To destroy the parent's channels at the child's exit could wait for threads of the parent.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(user))
     _here.awaited |= _here.threads
     count = len(_tasks())
-    is_alone = count == 1 and _here.awaited  # gRPC's handlers are switched off
-    is_unseen = count == 0 and channels  # whether they are is not told without /proc
-    is_lost = _here.requests or _here.watches or is_alone or is_unseen
-    _here.is_lost = _here.is_lost or bool(is_lost)
-    _here.has_others = _here.has_others or bool(_here.threads)
+    was_within = bool(_here.requests or _here.watches)
+    is_switched_off = count == 1 and bool(_here.awaited)  # gRPC's own handlers of forks are
+    is_unseen = count == 0 and bool(channels)
+    _here.is_lost |= was_within or is_switched_off or is_unseen
+    _here.has_others |= bool(_here.threads)
     _here.users, _here.requests, _here.watches = weakref.WeakSet(), set(), set()
 
 

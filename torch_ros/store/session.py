@@ -40,10 +40,6 @@ class Session:
         StoreUnavailable: No lease was granted.
     """
 
-    lease_id: int
-    answers: bool
-    round_trip_s: float
-
     def __init__(
         self,
         kv: KV,
@@ -55,10 +51,12 @@ class Session:
     ) -> None:
         self._kv, self._on_lost, self._name, self._clock = kv, on_lost, name, clock
         sent_s = clock()
-        self.lease_id, granted_s = kv.grant(ttl_s, timeout_s=GRANT_TIMEOUT_S)
+        lease_id, granted_s = kv.grant(ttl_s, timeout_s=GRANT_TIMEOUT_S)
+        self.lease_id: int = lease_id
         # Until then the lease is certainly alive: etcd counts from when it got the request.
         self.deadline: float = sent_s + granted_s
-        self.answers, self.round_trip_s = True, clock() - sent_s  # of the last request
+        self.answers: bool = True
+        self.round_trip_s: float = clock() - sent_s  # of the last request
         self._interval_s = granted_s / 3
         self._pid = os.getpid()
         self._is_lost = False
