@@ -52,6 +52,8 @@ class StateDict:
     def fill(self, layouts: Sequence[Layout]) -> LocalState:
         """The tensors and objects to read from a source with these layouts.
 
+        A state dict with the structure of the last one is not planned again.
+
         Raises: ManifestMismatch: They are of other tensors than those that dcp has planned for.
         """
         planner, contents = self._planner, logical(layouts)
@@ -60,34 +62,35 @@ class StateDict:
         if values_of(planner) is None:
             return self._planned(layouts)  # whatever it makes of the state dict
         assert isinstance(planner, DefaultLoadPlanner)
-        kept = self._kept
         source = (
             "nested" if self._own else "flat",
             "partial" if planner.allow_partial_load else "whole",
             *(layout.digest for layout in layouts),
         )
-        before = planner.original_state_dict if self._own else planner.state_dict
-        seen, memo = outline(before), kept.get("load")
-        if memo is None or not memo.fits(seen, source):
-            if self._own:
-                self._plan = self._own.plan_now(contents)
-                seen = outline(before)  # what was on no device is there now
-            state = self._planned(layouts)
-            memo = kept["load"] = Memo.of(seen, planner.state_dict, state, source)
-            if memo is not None:
-                memo.mappings = planner.mappings
-        else:
-            known = self._checkpoints.registered
-            if known is None or known.layout is not memo.layout:
-                known = None
-            contents = logical(layouts)
-            self._buffers = known.objects if known else self._room(contents, dict(memo.objects))
-            self.wanted = len(memo.tensors) + len(memo.objects)
-            if self._own:
-                planner.mappings = dict(memo.mappings)
-            state = memo.state(seen, self._buffers, known)
-        self._seen = seen
+        given = planner.original_state_dict if self._own else planner.state_dict
+        self._seen, memo = outline(given), self._kept.get("load")
+        if memo is not None and memo.fits(self._seen, source):
+            return self._as_before(memo, self._seen, contents)
+        if self._own:
+            self._plan = self._own.plan_now(contents)
+            self._seen = outline(given)  # what was on no device is there now
+        state = self._planned(layouts)
+        memo = self._kept["load"] = Memo.of(self._seen, planner.state_dict, state, source)
+        if memo is not None:
+            memo.mappings = planner.mappings
         return state
+
+    def _as_before(self, memo: Memo, seen: Outline, contents: Logical) -> LocalState:
+        """The state by the memo of the last load; the registered one, if it is of that load."""
+        registered = self._checkpoints.registered
+        if registered is not None and registered.layout is memo.layout:
+            self._buffers = registered.objects
+        else:
+            registered, self._buffers = None, self._room(contents, dict(memo.objects))
+        self.wanted = len(memo.tensors) + len(memo.objects)
+        if self._own:
+            self._own.mappings = dict(memo.mappings)
+        return memo.state(seen, self._buffers, registered)
 
     def _require_the_same(self, contents: Logical) -> None:
         """Raise if a newer version has other tensors than those that DCP planned for."""
@@ -107,6 +110,7 @@ class StateDict:
                 )
 
     def _planned(self, layouts: Sequence[Layout]) -> LocalState:
+        """The state, the long way: what the items of dcp's plan name, in memory of this rank."""
         contents, items = logical(layouts), self._plan.items
         wanted = [item for item in items if item.type == LoadItemType.TENSOR]
         self._targets = [(item, self._planner.resolve_tensor(item)) for item in wanted]
@@ -160,6 +164,7 @@ class StateDict:
                 self._vetted[fqn] = (content, unpickled(content, spent))
 
     def commit(self) -> None:
+        """Give the planner what was read: the objects' values; tensors are in place already."""
         memo = self._kept.get("load")
         if memo is not None and self._seen is not None:
             memo.learn(self._seen, self._checkpoints.registered)

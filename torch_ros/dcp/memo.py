@@ -44,6 +44,7 @@ class _TensorPlan:
     chunks: tuple[_ChunkPlan, ...]
 
     def of(self, local: Mapping[int, torch.Tensor]) -> LocalTensor:
+        """The tensor that the plan means, in these local tensors, which are new ones."""
         chunks = []
         for chunk in self.chunks:
             tensor = local[chunk.leaf].detach()
@@ -83,9 +84,10 @@ class Memo:
     def of(
         cls, seen: Outline, flat: Mapping[str, object], state: LocalState, source: tuple[str, ...]
     ) -> Memo | None:
-        """Remember a state that was made of the state dict the long way.
+        """Remember how a state was made of a state dict, to make the next one so by its outline.
 
-        None if it cannot be told what became of each leaf: the next one is made the long way too.
+        None if it cannot be told what became of each leaf, as where a planner has changed some: the
+        next state is made the long way too.
 
         Args:
             flat: The state dict as dcp flattened it.
@@ -135,7 +137,10 @@ class Memo:
     def _is(
         self, registered: LocalState, seen: Outline, objects: Mapping[str, torch.Tensor]
     ) -> bool:
-        # What is registered is allocated, so equal addresses are the same memory, not its heir.
+        """Whether the registered tensors are those of this outline, in the same memory.
+
+        They are allocated still, so at equal addresses there is no tensor that came after them.
+        """
         return (
             registered.layout is self.layout
             and seen.addresses == self.addresses
@@ -145,7 +150,10 @@ class Memo:
         )
 
     def learn(self, seen: Outline, registered: LocalState | None) -> None:
-        """Remember this outline as the one that is registered, if it is."""
+        """Note that the tensors of this outline are registered now, if they are.
+
+        Then the next state dict with the same addresses is known without a look at each tensor.
+        """
         if registered and registered.layout is self.layout and seen.addresses == self.addresses:
             return
         if registered is None or self._addresses(seen) != _addresses(registered):
@@ -162,6 +170,7 @@ class Memo:
         }
 
     def pickled(self, seen: Outline) -> dict[str, torch.Tensor]:
+        """The objects of a state dict that fits, by fqn."""
         return {fqn: self._pickled(fqn, seen.leaves[leaf]) for fqn, leaf in self.objects}
 
     def _pickled(self, fqn: str, value: Any) -> torch.Tensor:
@@ -201,19 +210,16 @@ def as_bytes(stream: io.BytesIO) -> torch.Tensor:
 
 
 def _plan(tensor: LocalTensor, leaf_of: Mapping[str, int], seen: Outline) -> _TensorPlan:
-    chunks = []
+    """Where in the leaf of its name each chunk of a tensor lies.
+
+    Raises: KeyError: There is no such leaf, or it is not on this rank.
+    """
+    chunks, leaf = [], leaf_of[tensor.fqn]
     for chunk in tensor.chunks:
-        leaf = leaf_of[tensor.fqn]
-        skip_bytes = chunk.tensor.data_ptr() - seen.locals[leaf].data_ptr()
-        chunks.append(
-            _ChunkPlan(
-                chunk.offsets,
-                leaf,
-                skip_bytes // chunk.tensor.element_size(),
-                tuple(chunk.tensor.shape),
-                chunk.tensor.stride(),
-            )
-        )
+        view = chunk.tensor
+        skip = (view.data_ptr() - seen.locals[leaf].data_ptr()) // view.element_size()
+        shape, stride = tuple(view.shape), view.stride()
+        chunks.append(_ChunkPlan(chunk.offsets, leaf, skip, shape, stride))
     return _TensorPlan(tensor.fqn, tensor.dtype, tensor.shape, tensor.spread, tuple(chunks))
 
 

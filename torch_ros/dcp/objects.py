@@ -212,6 +212,7 @@ class _Unpickler:
         return found
 
     def _push_tuple(self, items: Sequence[Any]) -> None:
+        """Push a tuple, unless its hash would take forever: it may name the same tuple often."""
         sizes = [self._size_of(each) for each in items]
         values = 1 + sum(size for size, _ in sizes)
         depth = 1 + max((depth for _, depth in sizes), default=0)
@@ -224,7 +225,7 @@ class _Unpickler:
         self._stack.append(made)
 
     def _size_of(self, value: Any) -> tuple[int, int]:
-        """The values that its hash would visit, and how deep they lie. Each tuple is ours."""
+        """The values that its hash would visit, and how deep they lie. Each tuple was pushed."""
         if type(value) is not tuple:
             return 1 + len(value) if type(value) is torch.Size else 1, 0
         return self._tuples.get(id(value), (1 + len(value), 1))
@@ -257,6 +258,7 @@ class _Unpickler:
         raise Refused(f"it needs {name}")
 
     def _called(self, function: Any, arguments: Any) -> Any:
+        """What a function that may be called makes of its arguments, once their cost is counted."""
         if type(arguments) is not tuple:
             raise Refused("it calls something with what is no tuple")
         self._spent.add_copy(arguments)
@@ -284,6 +286,7 @@ class _Unpickler:
             raise Refused(f"it calls {function!r:.100}")
 
     def _build(self, target: Any, state: Any) -> None:
+        """Fill an object as pickle does; of plain values, only an OrderedDict has attributes."""
         self._spent.add_copy(state)
         if type(target) is OrderedDict:
             target.__dict__.update(state)

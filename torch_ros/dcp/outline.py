@@ -39,15 +39,10 @@ def outline(state_dict: Mapping[str, object]) -> Outline:
         _visit(state_dict, found)
     except RuntimeError:  # a tensor that is not plain memory has no strides, or no shape
         found.is_known = False
-    if (
-        found.is_known
-        and 0 in found.addresses
-        and any(  # a tensor's memory was freed, or it never had any
-            not address and local.numel()
-            for address, local in zip(found.addresses, found.locals.values(), strict=True)
-        )
-    ):
-        found.is_known = False
+    if found.is_known and 0 in found.addresses:  # a tensor without elements has no memory
+        pairs = zip(found.addresses, found.locals.values(), strict=True)
+        # Another one had some, which was freed, or it never had any.
+        found.is_known = all(address or not local.numel() for address, local in pairs)
     found.tokens.append([mesh.get_coordinate() for mesh in found.meshes.values()])
     return found
 
@@ -83,6 +78,7 @@ def _visit(value: Any, found: Outline) -> None:
 
 
 def _visit_memory(tensor: torch.Tensor, local: torch.Tensor, found: Outline) -> None:
+    """Note a leaf that is plain memory; a lazily negated or conjugated one is not what it holds."""
     found.tokens += (local.dtype, local.shape, local.stride(), local.device)
     if local.is_neg() or local.is_conj():
         found.is_known = False

@@ -114,10 +114,10 @@ class ROSLoadPlanner(DefaultLoadPlanner):
         _require_device(before)
         super().set_up_planner(self.original_state_dict, self.metadata, self.is_coordinator)
         # dcp puts None where it meets an object whose type it does not know, also within others,
-        # which it makes anew; and tensors where there were tensors on no device.
-        for fqn in list(self.state_dict):
-            was = before.get(self.mappings.get(fqn, (fqn,)), self.state_dict[fqn])
-            if was is not self.state_dict[fqn] and not isinstance(was, _TENSORS):
+        # which it makes anew: these go back. A tensor on no device it replaces by one: this stays.
+        for fqn, is_now in list(self.state_dict.items()):
+            was = before.get(self.mappings.get(fqn, (fqn,)), is_now)
+            if was is not is_now and not isinstance(was, _TENSORS):
                 self.state_dict[fqn] = was
                 self.put(fqn, was)
         for fqn, value in self.state_dict.items():
@@ -133,6 +133,7 @@ class ROSLoadPlanner(DefaultLoadPlanner):
         return new_plan
 
     def put(self, fqn: str, value: Any) -> None:
+        """Set what the caller's own, nested state dict has under that name."""
         inner: Any = self.original_state_dict
         *path, last = self.mappings[fqn]
         for key in path:

@@ -191,7 +191,10 @@ class ROSWriter(StorageWriter):
                 return error
 
     def _collect(self, planner: SavePlanner, *, may_be_known: bool) -> LocalState:
-        """The state that the planner planned for this rank, in place; or would have planned."""
+        """The state that the planner planned for this rank, in place; or would have planned.
+
+        Of our planner, and of dcp's own, the memo makes it where the structure is the last one's.
+        """
         if values_of(planner) is None:
             return self._planned(self._plan, planner)  # whatever it makes of the state dict
         assert isinstance(planner, DefaultSavePlanner)
@@ -210,6 +213,7 @@ class ROSWriter(StorageWriter):
         return state
 
     def _planned(self, local: SavePlan, planner: SavePlanner) -> LocalState:
+        """The state, the long way: what the items of the plan name, as the planner finds it."""
         if not local.usable:  # a caching planner says: as last time
             key = planner._cached_plans_key  # type: ignore[attr-defined]  # noqa: SLF001  # no public one
             local = SavePlanner._cached_save_plan[key]  # noqa: SLF001  # no public one
@@ -220,20 +224,21 @@ class ROSWriter(StorageWriter):
         for item in local.items:
             if item.index.fqn in boxes:
                 continue
-            if is_strided(value := values.get(item.index.fqn)):
-                (tensors[item.index.fqn],) = local_chunks({item.index.fqn: value})
+            fqn, is_object = item.index.fqn, item.type == WriteItemType.BYTE_IO
+            if is_strided(value := values.get(fqn)):
+                (tensors[fqn],) = local_chunks({fqn: value})
                 continue
-            with pickling(item.index.fqn) if item.type == WriteItemType.BYTE_IO else nullcontext():
+            with pickling(fqn) if is_object else nullcontext():
                 found = planner.resolve_data(item)
-            if item.type == WriteItemType.BYTE_IO:
+            if is_object:
                 assert isinstance(found, io.BytesIO)
-                objects[item.index.fqn] = as_bytes(found)
-            else:
-                assert isinstance(found, torch.Tensor)
-                assert item.tensor_data is not None
-                offsets, shape = item.tensor_data.chunk.offsets, item.tensor_data.size
-                is_spread = item.type == WriteItemType.SHARD
-                add_chunks(tensors, item.index.fqn, found, offsets, shape, spread=is_spread)
+                objects[fqn] = as_bytes(found)
+                continue
+            assert isinstance(found, torch.Tensor)
+            assert item.tensor_data is not None
+            offsets, shape = item.tensor_data.chunk.offsets, item.tensor_data.size
+            is_spread = item.type == WriteItemType.SHARD
+            add_chunks(tensors, fqn, found, offsets, shape, spread=is_spread)
         paths = {fqn: tuple(path) for fqn, path in (local.planner_data or {}).items()}
         return LocalState(list(tensors.values()), objects, paths)
 
