@@ -174,6 +174,7 @@ class Memo:
         return {fqn: self._pickled(fqn, seen.leaves[leaf]) for fqn, leaf in self.objects}
 
     def _pickled(self, fqn: str, value: Any) -> torch.Tensor:
+        """Pickle an object; a plain value only if it is another one than in the last save."""
         if type(value) not in ATOMS:
             with pickling(fqn):
                 return pickled(value)

@@ -181,6 +181,7 @@ def described(found: LogicalTensor | None) -> str:
 def _require_fit(
     fqn: str, value: object, contents: Mapping[str, LogicalTensor], *, is_strict: bool
 ) -> None:
+    """Raises: ManifestMismatch: The version lacks it, or has another dtype or shape."""
     found = contents.get(fqn)
     if found is None and is_strict:
         raise ManifestMismatch(

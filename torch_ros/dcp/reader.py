@@ -194,6 +194,7 @@ class ROSReader(StorageReader):
         )
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """On the coordinator: tell each rank what all have answered to `check`."""
         check_group(self._handle, None, len(plans))
         if self._target is None:
             return plans
@@ -201,6 +202,7 @@ class ROSReader(StorageReader):
         return [LoadPlan([], storage_data=answer)] * len(plans)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Make the load, as it was checked if that was done on all ranks."""
         load = self._load or self._destination(planner)
         if self._target is not None:
             self._target = LoadTarget(self._target.state, plan.storage_data)

@@ -126,6 +126,7 @@ class ROSWriter(StorageWriter):
 
     # dcp looks for a parameter of this name before it passes rank and use_collectives.
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Check that dcp was called on the ranks of the handle."""
         if self._begun is None or self._begun.state != "begun":  # who wraps this left it out
             self.storage_meta()
         self._is_collective = kwargs.get("use_collectives", True)
@@ -158,6 +159,7 @@ class ROSWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Make the save: of the tensors, of dcp's staged copy, or of a copy of ours."""
         checkpoints, copying = self._handle.checkpoints, self._copying
         # The name that dcp gives its thread is all that tells a staged copy from live tensors.
         from_stager = threading.current_thread().name.startswith("AsyncCheckpointExecutor")

@@ -255,6 +255,7 @@ class Shard:
             self.word.void_unless_held()
 
     def _make(self, task: GroupTask[T]) -> T:
+        """Make it, and let features know when an unpublish has ended, well or not."""
         if task.kind in ("publish", "replicate"):
             self.tensors.brought = (
                 None  # what a `read` put there is this call's content from now on
@@ -404,6 +405,7 @@ class Shard:
             feature.nobody_waits()
 
     def _end(self, linger_s: float, *, drains: bool) -> None:
+        """Leave the group, clear the word, and only then free what readers read."""
         with self._ending:
             if self not in _open_shards:
                 return

@@ -97,6 +97,7 @@ class Manifests:
     def _layouts_of(
         self, registered: LocalState, said: Mapping[int, str], deadline: Deadline
     ) -> Sequence[Layout]:
+        """The layouts of all ranks; one, where each has everything."""
         mine = registered.sharding
         have_all_the_same = mine.is_whole and set(said.values()) == {mine.digest}
         if have_all_the_same or len(said) == 1:
@@ -160,6 +161,7 @@ class Manifests:
         return found
 
     def _own_shards(self, deadline: Deadline) -> list[ShardRecord]:
+        """The records of all ranks of this group; one without a seat is waited for."""
         seat = self._group.seat
         within = seat.keys.shards(seat.inst)
 

@@ -180,6 +180,7 @@ class EtcdKV:
         return self._watched(partial(self._wait, watch, starts, timeout_s, lambda _: True))
 
     def follow(self, request: Follow, *, timeout_s: float) -> Changes | None:
+        """The changes that one watch tells of; None: it broke, and may have missed some."""
         ranges, rev = request.ranges, request.after_rev
         news: dict[str, Entry | None] = {}
 
@@ -315,6 +316,7 @@ class EtcdKV:
             raise
 
     def _send_as_user(self, method: Method[A, T], request: A, deadline: float) -> T:
+        """Send it with a token; etcd refuses tokens that it forgot, and then has done nothing."""
         logins_left = LOGINS_MAX if self._user else 0
         while True:
             token = self._log_in(deadline)
@@ -413,6 +415,7 @@ class EtcdKV:
     # Errors
 
     def _raise(self, error: Any, request: Any, timeout_s: float) -> NoReturn:
+        """Raise ours for grpc's error: the first case that fits, by what a person has to mend."""
         details = error.details() or ""
         match error.code():
             case grpc.StatusCode.NOT_FOUND:

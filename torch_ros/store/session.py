@@ -88,6 +88,7 @@ class Session:
             self._thread.join(max(0.0, started_s + CLOSE_S - time.monotonic()))
 
     def _run(self) -> None:
+        """Renew until the lease is lost, and tell of that whatever ended it: nobody else would."""
         try:
             reason = self._keep_alive()
         except Exception as error:  # noqa: BLE001  # whatever it is, nobody renews the lease now

@@ -129,10 +129,10 @@ def _may_lose(seat: Seat, call: Call) -> bool:
 
 
 def _has_copy(view: View, seat: Seat) -> bool:
-    """Whether this incarnation has a copy in memory, of this version or an earlier one.
+    """Whether this incarnation offers a copy already, of this version or an earlier one.
 
-    One whose readers are slow stays for long; a trainer that made one at each step would run out of
-    memory.
+    One with slow readers stays for long, and a trainer that made one at each step for far readers
+    would run out of memory.
     """
     found = keyed(view.within(seat.keys.shards_of_copies(seat.replica)), k.parse_shard)
     return any(k.is_of(inst, seat.inst) and not k.lingers(inst) for _, inst, _ in found)

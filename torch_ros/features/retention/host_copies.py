@@ -166,6 +166,7 @@ class Copies:
             self._copies.popitem()[1].close()
 
     def _keep(self, number: int, seat: Seat) -> None:
+        """Offer a copy until nobody needs it, under each seat that this rank takes."""
         copy, group = self._copies[number], self._group
         version = copy.kept.ref.version
         shard, reminder = shard_of(copy.mailbox), Reminder()

@@ -39,6 +39,7 @@ class Wish:
 
     @classmethod
     def parse(cls, version: int | str) -> Wish:
+        """Raises: UsageError: It names no version, as `open(retain=...)` takes them."""
         spec = as_spec(version.removesuffix(HERE)) if isinstance(version, str) else version
         is_here = isinstance(version, str) and version.endswith(HERE)
         try:
@@ -93,9 +94,9 @@ def keeping(view: View, keys: Keys, ref: VersionRef, given_up: GivenUp) -> Keepi
 
 
 def _witnesses(view: View, keys: Keys, ref: VersionRef, given_up: GivenUp) -> dict[str, str]:
-    """By datacenter, the key of one holding that keeps the version there without that copy.
+    """By datacenter, the key of one holding that keeps the version there when that copy goes.
 
-    Of those that were seen: among many holders, a few are enough.
+    One that is about to go itself does not count. Of those that were seen: a few are enough.
     """
     suspected, found = suspects(view, keys), dict[str, str]()
     holders = view.seen(keys.holdings_of(ref.run, ref.version))
