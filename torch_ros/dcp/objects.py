@@ -258,7 +258,7 @@ class _Unpickler:
         raise Refused(f"it needs {name}")
 
     def _called(self, function: Any, arguments: Any) -> Any:
-        """What a function that may be called makes of its arguments, once their cost is counted."""
+        """Call a function that may be called, once the cost of its arguments is counted."""
         if type(arguments) is not tuple:
             raise Refused("it calls something with what is no tuple")
         self._spent.add_copy(arguments)

@@ -120,7 +120,7 @@ class Shard:
         return kept.ref if kept else None
 
     def base(self) -> Base | None:
-        """What a change could be applied to: a version that it has read, holds and shows in full.
+        """The content that a change could be applied to: it has read, holds and shows all of it.
 
         Asked right before that is unpublished. None: the tensors are its own, which may have been
         written to since they were published, or something was read into them.

@@ -73,7 +73,7 @@ class Manifests:
     ) -> Outcome:
         """The layout that the ranks have every element of, once all are ready (I9).
 
-        What the peers show is looked at only if no call has ended yet with the same answers: a
+        Peers' manifests are looked at only if no call has ended yet with the same answers: a
         trainer that saves the same tensors at each step pays for it once.
 
         Args:

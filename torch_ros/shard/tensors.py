@@ -135,7 +135,7 @@ class Tensors:
             self._named.require_in_use(call)
 
     def _found(self, call: str) -> LocalState:
-        """What `register` was given; registered again, where its memory is elsewhere by now."""
+        """The tensors of `register`, registered again where their memory is elsewhere by now."""
         named = self._named
         if named is None:
             self._require_no_copy(call)

@@ -96,7 +96,7 @@ def keeping(view: View, keys: Keys, ref: VersionRef, given_up: GivenUp) -> Keepi
 def _witnesses(view: View, keys: Keys, ref: VersionRef, given_up: GivenUp) -> dict[str, str]:
     """By datacenter, the key of one holding that keeps the version there when that copy goes.
 
-    One that is about to go itself does not count. Of those that were seen: a few are enough.
+    One that is about to go itself does not count. Not all holders have to be seen: few are enough.
     """
     suspected, found = suspects(view, keys), dict[str, str]()
     holders = view.seen(keys.holdings_of(ref.run, ref.version))
