@@ -44,7 +44,6 @@ class _TensorPlan:
     chunks: tuple[_ChunkPlan, ...]
 
     def of(self, local: Mapping[int, torch.Tensor]) -> LocalTensor:
-        """The tensor that the plan means, in these local tensors, which are new ones."""
         chunks = []
         for chunk in self.chunks:
             tensor = local[chunk.leaf].detach()

@@ -303,7 +303,6 @@ class _Unpickler:
     def _storage(
         self, what: str, kind: Any, key: str, location: str, elements: int
     ) -> torch.storage.TypedStorage:
-        """A storage of tensors, which share it where the pickle names it again."""
         if what != "storage" or kind not in _STORAGES:
             raise Refused(f"it names {what!r:.100}, which is no storage")
         if key not in self._storages:
@@ -313,7 +312,6 @@ class _Unpickler:
         return self._storages[key]
 
     def _filled(self, key: str, location: str, size_bytes: int) -> torch.UntypedStorage:
-        """A storage with the bytes of its record, which has to have exactly as many."""
         if location == "meta":
             return _UNTYPED(size_bytes, device="meta")
         content = self._archive.record(f"data/{key}")

@@ -126,7 +126,6 @@ class ROSWriter(StorageWriter):
 
     # dcp looks for a parameter of this name before it passes rank and use_collectives.
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Check that dcp was called on the ranks of the handle."""
         if self._begun is None or self._begun.state != "begun":  # who wraps this left it out
             self.storage_meta()
         self._is_collective = kwargs.get("use_collectives", True)
