@@ -4,6 +4,7 @@ import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,7 +111,10 @@ class StateDict:
                 )
 
     def _planned(self, layouts: Sequence[Layout]) -> LocalState:
-        """The state, the long way: what the items of dcp's plan name, in memory of this rank."""
+        """The state, the long way: the memory of each tensor that dcp's plan names, item by item.
+
+        dcp's planners name this rank's own tensors; those of others may hand out something else.
+        """
         contents, items = logical(layouts), self._plan.items
         wanted = [item for item in items if item.type == LoadItemType.TENSOR]
         self._targets = [(item, self._planner.resolve_tensor(item)) for item in wanted]
@@ -134,11 +138,8 @@ class StateDict:
             # dcp does not ask for what has no elements; the version is whole with it.
             if dtype != OBJECT and 0 in shape:
                 tensors[fqn] = LocalTensor(fqn, dtype_named(dtype), shape, (), spread=True)
-        paths = {
-            fqn: path
-            for fqn, path in contents.paths.items()
-            if fqn in tensors or fqn in self._buffers
-        }
+        named = tensors.keys() | self._buffers.keys()
+        paths = {fqn: path for fqn, path in contents.paths.items() if fqn in named}
         return LocalState(list(tensors.values()), self._buffers, paths)
 
     def _room(self, contents: Logical, objects: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -147,9 +148,8 @@ class StateDict:
         for fqn in names if not self._trust_objects else ():
             with _vetting(fqn):
                 spent.add_bytes(math.prod(contents[fqn].shape))
-        return {
-            fqn: torch.empty(contents[fqn].shape, dtype=torch.uint8, device="cpu") for fqn in names
-        }
+        empty = partial(torch.empty, dtype=torch.uint8, device="cpu")
+        return {fqn: empty(contents[fqn].shape) for fqn in names}
 
     def vet(self) -> None:
         """Unpickle the objects, as a list of our own allows: no other reaches pickle."""

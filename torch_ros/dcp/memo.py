@@ -210,10 +210,7 @@ def as_bytes(stream: io.BytesIO) -> torch.Tensor:
 
 
 def _plan(tensor: LocalTensor, leaf_of: Mapping[str, int], seen: Outline) -> _TensorPlan:
-    """Where in the leaf of its name each chunk of a tensor lies.
-
-    Raises: KeyError: There is no such leaf, or it is not on this rank.
-    """
+    """Where in the leaf of its name each chunk lies. Raises: KeyError: It is not on this rank."""
     chunks, leaf = [], leaf_of[tensor.fqn]
     for chunk in tensor.chunks:
         view = chunk.tensor

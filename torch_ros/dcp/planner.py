@@ -45,6 +45,7 @@ class ROSSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,  # noqa: FBT002  # dcp's signature
     ) -> None:
+        """Keep the state dict as it is: `plan_now` flattens and plans it, if that is needed."""
         if isinstance(storage_meta, Metadata):  # which a load has
             raise UsageError(_OTHER.format("load", "ROSReader"))
         self._nested, self.is_kept = state_dict, False
@@ -93,6 +94,7 @@ class ROSLoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,  # noqa: FBT002  # dcp's signature
     ) -> None:
+        """Keep the state dict as it is: `plan_now` flattens and plans it, if that is needed."""
         if isinstance(metadata, bool):  # a save has no metadata, and passes `is_coordinator` there
             raise UsageError(_OTHER.format("save", "ROSWriter"))
         self.original_state_dict, self.state_dict, self.mappings = state_dict, state_dict, {}
@@ -142,7 +144,7 @@ class ROSLoadPlanner(DefaultLoadPlanner):
 
 
 def values_of(planner: SavePlanner | LoadPlanner) -> Mapping[str, Any] | None:
-    """The state dict by fqn; None if it is not known what this planner makes of it."""
+    """The state dict by fqn. None: a planner of others, which may make something else of it."""
     known = (DefaultSavePlanner, ROSSavePlanner, DefaultLoadPlanner, ROSLoadPlanner)
     if type(planner) not in known:
         return None

@@ -192,9 +192,9 @@ class ROSWriter(StorageWriter):
                 return error
 
     def _collect(self, planner: SavePlanner, *, may_be_known: bool) -> LocalState:
-        """The state that the planner planned for this rank, in place; or would have planned.
+        """The tensors and objects that the planner has planned for this rank, or would plan.
 
-        Of our planner, and of dcp's own, the memo makes it where the structure is the last one's.
+        The memo tells them where the state dict has the structure of the last one.
         """
         if values_of(planner) is None:
             return self._planned(self._plan, planner)  # whatever it makes of the state dict

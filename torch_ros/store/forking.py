@@ -65,7 +65,7 @@ def begin(user: object) -> None:
             "end, and its children may hang; unset it",
             *(SUPPORT, given),
         )
-    if not _here.users:
+    if not _here.users:  # then what is there is others', unless ours was, and has ended since
         is_there = bool(_threads())
         _here.has_others = is_there and (_here.has_others or not _here.was_used)
     _here.was_used = True

@@ -27,5 +27,5 @@ class Latch:
                 self._tokens.get(timeout=max(0.0, timeout_s))
             except queue.Empty:
                 return self._is_set
-            self._tokens.put(None)  # for the next who waits
+            self._tokens.put(None)  # one token is enough: each who waits hands it on
         return self._is_set
