@@ -68,7 +68,7 @@ def seat_of(
         # These ranks have shown a publication without etcd: they do not come to that call again.
         unwaited=tuple((r, s.ready, s.answer) for r, s in shards.items() if s.ready is not None),
         lease_id=who.lease_id,
-        # As the record says, or a rank that was started with another answer would differ.
+        # By the group's record, or a rank that was started with other options would differ.
         datacenter=group.datacenter,
         spot=group.spot,
         drain_s=who.drain_s,
@@ -88,7 +88,7 @@ def find_group(view: View, who: Applicant) -> Step[str]:
     """The nonce of the group that waits for this rank; "": there is none, and it creates one.
 
     Raises:
-        SeatLost: It comes back, and its replica has ended.
+        SeatLost: This rank comes back, and its replica has ended.
         BackendError: Another release has written the model's records.
     """
     schema.require_own(view, who.keys)
@@ -98,9 +98,9 @@ def find_group(view: View, who: Applicant) -> Step[str]:
 
 
 def _require_may_come_back(group: GroupRecord | None, who: Applicant) -> None:
-    """Raise if this rank comes back to a replica that a close has ended, or another start.
+    """Raise if this rank comes back, but its replica was closed, or another start has the name now.
 
-    It would wait for peers that have closed, or replace the start that has its name now.
+    It would wait for peers that have closed, or replace that start.
     """
     if group is None or not who.left_behind:
         return
@@ -114,25 +114,24 @@ def _require_may_come_back(group: GroupRecord | None, who: Applicant) -> None:
 
 
 def _is_open_to(group: GroupRecord, who: Applicant) -> bool:
-    """Whether the group still waits for ranks, and for such as this one.
+    """Whether the group still waits for ranks, and for such as this one, as its nonce tells.
 
-    Nonces keep apart ranks that come back ("family.digits"), those that were all given one, and
-    those that find each other by the name: a newcomer lacks what ranks that come back remember.
+    It is "family.digits" where ranks come back: a newcomer lacks what these remember. Else it was
+    given to all ranks of one start (`is_shared`); or it is random, for any that know the name.
     """
     if group.is_complete or group.left is not None:
         return False
     if who.left_behind:
         is_own = k.family(group.nonce) == k.family(who.left_behind)
-        return is_own and group.nonce != who.left_behind  # the one that it had lost its seat in
+        return is_own and group.nonce != who.left_behind  # not the one that it lost its seat in
     if who.is_shared or group.is_shared:
         return who.is_shared and k.family(group.nonce) == who.nonce
     return "." not in group.nonce and not _is_called_off(group)
 
 
 def _is_called_off(group: GroupRecord) -> bool:
-    """Whether a rank was interrupted before all had come. A newcomer may be of the next start.
-
-    Any other refusal, as of a world size, is for newcomers too: they would repeat the mistake.
+    """Whether a rank was interrupted before all had come: a newcomer, which may be of the next
+    start, makes a group anew. Any other refusal, as of a world size, it shall meet and raise, too.
     """
     return group.refusal is not None and group.refusal.kind == CallAborted.__name__
 
@@ -149,7 +148,7 @@ def create_group(view: View, who: Applicant) -> Step[GroupMade]:
     """Put this replica's group record, and its run's; the records of an incarnation before it go.
 
     A nonce under which anybody has sat is not used again (`GroupMade.NO`): late requests of that
-    incarnation would be taken for this one's.
+    incarnation would be taken for this one's. A group that waits for this rank stays as it is.
     """
     old = GroupRecord.at(view, who.group)
     _require_may_come_back(old, who)
@@ -174,7 +173,7 @@ def create_group(view: View, who: Applicant) -> Step[GroupMade]:
     )
     schema_ops, schema_guards = schema.put_own(view, who.keys)
     ops: list[Op] = [Put(who.group, group.encode(), who.lease_id), *run_ops, *schema_ops]
-    ops += map(Delete, who.keys.seen_beside(who.replica))
+    ops += map(Delete, who.keys.seen_beside(who.replica))  # else one would stay for each name
     ops += who.keeper.beside(who)
     guards = (view.unchanged(who.group), Empty(seats), *schema_guards, *run_guards)
     if old:
@@ -183,6 +182,7 @@ def create_group(view: View, who: Applicant) -> Step[GroupMade]:
         # A call that is decided meanwhile may bring a holding, which would be left over.
         guards = (*guards, view.unchanged(decisions))
         ops += [Delete(one(decisions)), *records_of(view, who.keys, inst)]
+    # For the log: a rank that comes back only replaces what its own start has left.
     is_living = old is not None and old.left is None and old.refusal is None
     made = GroupMade.REPLACES if is_living and not who.left_behind else GroupMade.YES
     return Act(Txn(guards, tuple(ops)), lambda _: made)
@@ -228,13 +228,14 @@ def join(view: View, who: Applicant, nonce: str) -> Step[Seat | None]:
 
 
 def _await_peers(view: View, who: Applicant, group: GroupRecord, inst: str) -> Step[Seat | None]:
-    """The seat that this rank has by its Shard record, once its peers sit; the last completes."""
+    """The seat of a rank with its Shard record, once all peers have theirs; the last completes."""
     there = keyed(view.within(who.keys.shards(inst)), k.parse_rank)
     shards = {
         rank: ShardRecord.decode(entry.value, key)
         for key, rank, entry in there
         if rank < who.world_size
     }
+    # A wiped store has no record of the run until those that come back complete the group.
     number = run_numbers(view, who.keys).get(group.run) or max(1, who.run_number)
     seat = seat_of(who, group, number, shards)
     if group.is_complete:
@@ -267,7 +268,7 @@ def _refuse(view: View, who: Applicant, group: GroupRecord) -> Act[Seat | None]:
 
 
 def _sit_down(view: View, who: Applicant, own: str) -> Act[Seat | None]:
-    """Put the Shard record: how peers reach this rank, and what it brings along."""
+    """Put the Shard record, by which peers know this rank, and that in `seen/`, for people."""
     process = who.seen or SeenRecord(who.shard.host, who.shard.pid)
     seen = msgspec.structs.replace(process, at_ms=who.at_ms)
     puts = (
@@ -320,8 +321,9 @@ def adopted(shards: Sequence[ShardRecord]) -> tuple[list[Call], Kept | None]:
     """The calls that have ended, and the version held, by what all ranks know together.
 
     One rank does not know all: it may have lost its seat before it heard how the last call ended.
-    Ranks that know the last call which changed the holding decide what it is. The others must have
-    kept the same, or just not have heard of its end; or parts of two versions were offered.
+    Ranks that know the last call which changed the holding decide what it is. Each other rank must
+    have kept the same, or have done its part in that call and missed its end; else None is held, or
+    the group would offer parts of two versions.
     """
     ends = _ends_of(shards)
     calls = [ends[number] for number in sorted(ends)][-CALLS_KEPT:]
@@ -344,7 +346,7 @@ def adopted(shards: Sequence[ShardRecord]) -> tuple[list[Call], Kept | None]:
 def _ends_of(shards: Sequence[ShardRecord]) -> dict[int, Call]:
     """How each call ended, by its number.
 
-    A good end counts before others: a rank that gave the call up could not hear of that.
+    If any rank knows a good end, that counts: one that gave the call up could not hear of it.
     """
     ends: dict[int, Call] = {}
     for call in (call for shard in shards for call in shard.ended):
@@ -372,15 +374,15 @@ def adopted_values(shards: Sequence[ShardRecord]) -> dict[str, msgspec.Raw]:
     If several are as new, the weightiest counts, then that of the lowest rank.
     """
     carried = [one for shard in reversed(shards) for one in shard.carries.items()]
-    by_order = sorted(carried, key=lambda one: one[1].order)
+    by_order = sorted(carried, key=lambda one: one[1].order)  # the last of each feature stays
     return {feature: one.value for feature, one in by_order}
 
 
 def not_waited_for(shards: Sequence[ShardRecord]) -> Call | None:
     """The publication that all ranks have shown without etcd, with its end; None: there is none.
 
-    It does not count if a rank knows another end of it, or that the group has changed since what it
-    holds; nor if none has learned that ranks with these answers have all of it together (I9).
+    None, too, if a rank knows an end of that call, or of a later one that changed the holding; or
+    if no rank had learned that ranks with these answers have every element together (I9).
     """
     shown = [shard.ready for shard in shards if shard.ready is not None]
     are_same = len({(call.number, call.asked, call.ref) for call in shown}) == 1
@@ -408,7 +410,7 @@ def _adopt(
         shown, published, guards = _published_late(view, who, shown)
         calls, kept = [*calls, shown][-CALLS_KEPT:], published or kept
     if calls:
-        are_all = len(calls) < CALLS_KEPT
+        are_all = len(calls) < CALLS_KEPT  # else older ones may be left out: nobody makes them anew
         known = Decisions(tuple(calls), forgotten_below=0 if are_all else calls[0].number)
         decisions = who.keys.decisions(k.instance(who.replica, group.nonce))
         ops.append(Put(decisions, known.encode(), anchor))
@@ -448,7 +450,7 @@ def _hold_again(
 
 
 def _is_superseded(view: View, keys: Keys, ref: VersionRef) -> bool:
-    """Whether its number stands for another version by now, which stays as it is."""
+    """Whether the number of `ref` stands for another content by now, which stays as it is."""
     record = VersionRecord.at(view, keys.version(ref.run, ref.version))
     return (record is not None and record.uid != ref.uid) or is_passed(view, keys, ref)
 
@@ -494,8 +496,9 @@ def call_off_ranges(who: Applicant) -> tuple[Range, ...]:
 def call_off(view: View, who: Applicant, failure: Failure, note_lease_id: int) -> Step[None]:
     """This rank ends by an error of its own before it has its seat: let no peer wait for it.
 
-    Its nonce is that of the group that it has joined, or was about to make. Its place there may be
-    another process's: then nobody waits for this one.
+    It puts `failure` into the record of the group that it has joined or was about to (by its
+    nonce), on `note_lease_id`, a lease of some seconds for peers to read. Where its place is
+    another process's, nobody waits for this one.
     """
     group = GroupRecord.at(view, who.group)
     has_ended = group is None or group.refusal is not None or group.left is not None
@@ -522,7 +525,7 @@ def follower(seat: Seat) -> str:
 
 
 def watch_over(view: View, seat: Seat) -> Step[SeatLost | None]:
-    """Why this incarnation is no more; None: the next rank is gone, and `expel` is called for."""
+    """Wait until this incarnation ends; returns why. None: the next rank is gone, now `expel`."""
     try:
         own_group(view, seat)
     except SeatLost as lost:
@@ -553,8 +556,10 @@ def leave_ranges(seat: Seat) -> tuple[Range, ...]:
 def leave(view: View, seat: Seat, note_lease_id: int) -> Step[None]:
     """This rank closes its handle, so the replica ends; say so, or it looks like a crash.
 
-    The incarnation that ends is the one in the record: a rank that closes while it takes its seat
-    again knows an earlier one. Its decisions stay, for peers that wait for an outcome.
+    The note stands on `note_lease_id`, a lease of some seconds, for peers to read. The incarnation
+    that ends is the one in the record: a rank that closes while it takes its seat again knows an
+    earlier one. Its decisions stay, for peers that wait for an outcome; `seen/` goes, by which
+    people find processes that lost their seats (docs/protocol/leftovers.md).
     """
     found = GroupRecord.at(view, seat.group)
     group = found or GroupRecord(seat.nonce, seat.world_size, seat.run)
@@ -571,7 +576,7 @@ def leave(view: View, seat: Seat, note_lease_id: int) -> Step[None]:
 def records_of(view: View, keys: Keys, inst: str) -> list[Delete]:
     """Deletes the holdings of an incarnation and its copies, its open claims, and what it carries.
 
-    They hang on the anchor, whose rank may live on, and come back under the same lease.
+    They hang on the anchor, and would stay for as long as that rank's lease lives.
     """
     held = keyed(view.within(keys.holdings()), k.parse_holding)
     holdings = [key for key, where, _ in held if k.is_of(where.inst, inst)]

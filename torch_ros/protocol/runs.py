@@ -20,13 +20,13 @@ def is_any_trained(view: View, who: Applicant) -> Step[bool]:
 
 def choose_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard, ...]]:
     """The run to publish in, and what has to be written for it (docs/PROTOCOL.md#runs)."""
-    if who.run and who.run_number:  # it comes back: the run that it had, if the store was wiped
+    if who.run and who.run_number:  # it comes back: the run that it had, also if etcd was wiped
         return who.run, *restored_run(view, who, who.run, who.run_number)
     keys, numbers = who.keys, run_numbers(view, who.keys)
     live, trained = _live_runs(view, who)
     former_number, former = who.former_run
     name = who.fresh_run if who.run in (None, "new") else who.run
-    if who.run is None and trained:
+    if who.run is None and trained:  # the newest live one; else the last that a bucket knows
         name = max(trained, key=lambda run: (numbers[run], run))
     elif who.run is None and former not in ("", k.OUTSIDE) and not _is_known(view, keys, former):
         name, numbers[former] = former, former_number
@@ -40,7 +40,8 @@ def choose_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard, 
     alone = NoneNewer(keys.runs(), view.rev)  # no other run gets this number
     if live:
         return name, made, (view.unchanged(keys.run(name)), alone)
-    # etcd refuses a transaction that puts a key which it also deletes with a range.
+    # No run lives: the records of ended ones go, one by one, since etcd refuses a transaction that
+    # puts a key which it also deletes with a range.
     dead = [key for key, _ in view.within(keys.runs()) if key != keys.run(name)]
     dead += [key for key, _ in view.within(keys.versions())]
     # Nobody has begun to use one meanwhile.
@@ -49,7 +50,7 @@ def choose_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard, 
 
 
 def _highest(view: View, keys: Keys) -> int | None:
-    """The highest version that anybody has published, as its record says, or a run since."""
+    """The highest version ever published, as versions, or runs since, have it; None: none."""
     found = readable(view.within(keys.versions()), k.parse_version, VersionRecord)
     numbers = [number for _, (_, number), record, _ in found if record.layout]
     runs = readable(view.within(keys.runs()), k.parse_run, RunRecord)
@@ -58,12 +59,14 @@ def _highest(view: View, keys: Keys) -> int | None:
 
 
 def _is_known(view: View, keys: Keys, run: str) -> bool:
-    """Whether anything of a run of that name is left: somebody may come back with more of it."""
+    """Whether etcd has anything of a run of that name: its ranks may come back with more of it."""
     return view.get(keys.run(run)) is not None or any(view.within(keys.versions(run)))
 
 
 def _live_runs(view: View, who: Applicant) -> tuple[set[str], set[str]]:
-    """The live runs; of these, those in which anybody but an archiver is, and may publish."""
+    """The live runs (see `_users`); of these, those in which anybody but an archiver is, and may
+    publish. It looks at samples first, and at everything only if those do not settle the choice.
+    """
     keys, numbers = who.keys, run_numbers(view, who.keys)
     newest = max(numbers, key=lambda run: (numbers[run], run), default=None)
     archivers = {name for _, name, _ in keyed(view.within(keys.archives()), k.parse_archive)}
@@ -72,7 +75,7 @@ def _live_runs(view: View, who: Applicant) -> tuple[set[str], set[str]]:
         used = [(run, replica) for run, replica in _users(look, keys) if run in numbers]
         live = {run for run, _ in used}
         trained = {run for run, replica in used if replica not in archivers} - {k.OUTSIDE}
-        # Of many groups and holdings, some show that the run of most newcomers lives.
+        # A run that is seen to live does. A newcomer mostly wants the newest; else see all.
         if newest in trained if who.run is None else who.run in live:
             break
     return live, trained
@@ -81,7 +84,7 @@ def _live_runs(view: View, who: Applicant) -> tuple[set[str], set[str]]:
 def _users(
     look: Callable[[Range], Iterator[tuple[str, Entry]]], keys: Keys
 ) -> Iterator[tuple[str, str]]:
-    """Runs, and who uses them: a replica's group, or "", where something is held."""
+    """Runs with one who uses them: a replica with a living group; "": something is held there."""
     for _, where, _ in keyed(look(keys.holdings()), k.parse_holding):
         yield where.run, ""
     for _, replica, group, _ in readable(look(keys.groups()), k.parse_group, GroupRecord):
@@ -92,7 +95,7 @@ def _users(
 def restored_run(
     view: View, who: Applicant, run: str, number: int
 ) -> tuple[list[Op], tuple[Guard, ...]]:
-    """The record of a run that was there before the store was wiped."""
+    """Put the record of a run again if the store was wiped; the guards that it stays as it is."""
     key = who.keys.run(run)
     if entry := view.get(key):
         return [], (Created(key, entry.create_rev),)

@@ -34,9 +34,9 @@ class Leaves:
         return call
 
     def ended(self, view: View, seat: "Seat", call: Call) -> Txn | None:
-        """Make a leaf that has no source yet a relay, now that all older holdings are seen.
+        """Make a leaf that has no source yet a relay, if all older holdings, now seen, say so.
 
-        None: it is none, or stays one.
+        None: the group is no leaf in this call, or stays one.
         """
         del view, seat, call
         return None
@@ -85,11 +85,11 @@ class Seat:
         return (one(self.group), one(self.decisions))
 
     def knows_first(self, name: str) -> bool:
-        """Whether this rank knows what a call may have in `must` by that name, and none below."""
+        """Whether this is the lowest of the ranks that know what a call has in `must` as `name`."""
         return self.rank == min((rank for rank, known in self.knows if name in known), default=-1)
 
     def done_by(self, call: Call) -> dict[int, str]:
-        """The ranks that did not wait for a publication, and show it; and what they say."""
+        """The ranks that published by `call` and did not wait, and what each would have said."""
         return {
             rank: answer
             for rank, ready, answer in self.unwaited
@@ -104,7 +104,7 @@ class Seat:
         return self.keys.holding(ref.run, ref.version, self.datacenter, copy)
 
     def taken_back(self, view: View, call: Call) -> Txn:
-        """Undo a decision to replicate that no rank has acted on."""
+        """Undo a decision to replicate that no rank has acted on, so that it is made anew."""
         assert call.ref is not None
         decisions = decisions_at(view, self.decisions)
         left = decisions.with_calls(c for c in decisions.calls if c.number != call.number)
@@ -169,7 +169,7 @@ def decisions_at(view: View, key: str) -> Decisions:
 
 
 def claims_of(keys: Keys, call: Call, inst: str) -> list[str]:
-    """The claims by which `inst` reads in that call, one on each source."""
+    """The keys of the claims by which `inst` reads in that call, one on each source."""
     if call.ref is None:
         return []
     run, version = call.ref.run, call.ref.version

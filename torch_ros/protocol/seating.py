@@ -53,7 +53,7 @@ RETRY_S = 0.5  # between tries to come back
 class Seating:
     """A seat that is kept: lease alive, neighbour watched, taken again when it is lost.
 
-    It knows the ledger that a rank brings along when it comes back, and no call.
+    `close` gives it up. It knows the ledger that a rank brings along, and makes no call itself.
     """
 
     kv: KV
@@ -63,12 +63,13 @@ class Seating:
     def __init__(self, kv: KV, applicant: Applicant, session: Session, seat: Seat) -> None:
         self.kv, self.applicant, self.session = kv, applicant, session
         self.ledger: Ledger = Ledger(seat)
+        # Of a seat that is lost: what is known of it, and when it is worth another line in the log.
         self._outage, self._reminder = Outage(applicant.ttl_s), Reminder()
-        self._surprises: set[type[Exception]] = set()
+        self._surprises: set[type[Exception]] = set()  # kinds of our mistakes that were logged
         self._settled = Latch()  # a new one whenever the seat is lost: back, or gone for good
         self._calling = threading.Lock()  # held while this rank makes a call
         self._threads: list[threading.Thread] = []
-        self._watch()
+        self._watch()  # over the next rank, in a thread
 
     @classmethod
     def join(cls, kv: KV, applicant: Applicant, deadline: Deadline) -> Self:
@@ -117,7 +118,7 @@ class Seating:
         return self.session.answers if self.state == "seated" else not self._outage.is_away
 
     def check_final(self) -> None:
-        """Raises: SeatLost, ClosedError: This seat is lost for good, or given up; not: is away."""
+        """Raise if this seat is given up (ClosedError) or lost for good (SeatLost), not if away."""
         if self.state != "away":
             self.ledger.check()
         self.ledger.check_open()
@@ -134,14 +135,15 @@ class Seating:
         *,
         check: Callable[[], None] | None = None,
     ) -> T:
-        """Perform what needs the seat; with `patience`, what can do without it when etcd fails.
+        """Perform requests that need the seat.
 
         Args:
+            patience: How long a call that has another way bears that etcd fails; None: it has none.
             check: Called between requests; None: it raises if the seat is not there.
 
         Raises:
-            SeatLost, ClosedError: It is lost, or given up. Or etcd has failed for longer than that
-                patience lasts: the caller has to lose the seat then.
+            SeatLost, ClosedError: The seat is lost, or given up. Or etcd has failed for longer than
+                `patience` lasts: then the seat is still there, and has to be lost by `fence`.
         """
         bear = partial(self._bear, patience) if patience and not patience.is_usual else None
         check = check or self.ledger.check
@@ -190,7 +192,7 @@ class Seating:
                 settled.wait(min(left_s, RETRY_S))
                 continue
             if patience.is_usual:
-                # A caller that tries again at once shall not keep a core busy.
+                # Later calls wait only a moment (`left_s`), so that a loop keeps no core busy.
                 if outage.has_failed and settled.wait(RETRY_S):
                     continue
                 outage.has_failed = True
@@ -218,10 +220,10 @@ class Seating:
         while True:
             try:
                 lost = run(settle("watch", watched, look), self.kv, forever, check=check)
-                if lost is None:
+                if lost is None:  # the next rank is gone, over which no other watches
                     lost = run(settle("watch", everything, expel), self.kv, forever, check=check)
             except (ClosedError, SeatLost):
-                return
+                return  # by `check`: this seat is not had any more
             except TorchRosError as error:
                 lost = SeatLost(seat.replica, f"it cannot be watched over: {error}")
             except Exception as error:  # noqa: BLE001  # without this thread nobody is watched
@@ -258,7 +260,7 @@ class Seating:
         lose = partial(self._lose, lost, session, is_noted)
         self.start(f"torch_ros seats {self.seat.replica}", lose)
         while not is_noted.wait(RETRY_S):
-            pass
+            pass  # else a call that follows at once would find the seat still there
 
     def fence_at_last(self, lost: SeatLost, session: Session) -> None:
         """As `fence`, by a thread of ours, which nobody calls again if it fails."""
@@ -296,7 +298,7 @@ class Seating:
         if not is_gone:
             self._come_back()
             return
-        with self._calling:  # until the running call has ended, which its ready record may tell
+        with self._calling:  # the running call may have to learn its end by records on this lease
             self.session.close()
 
     def _come_back(self) -> None:
@@ -336,11 +338,11 @@ class Seating:
         """Take a seat on a new lease, and bring along what this rank knows of its group's calls.
 
         Raises:
-            SeatLost: It is lost again. Or this rank has made calls while it waited for its peers,
-                which adopt without those: it starts over.
+            SeatLost: It is lost again. Or this rank has made calls since it told what it knows,
+                which its peers have adopted without those: it has to start over.
         """
         old, applicant, outage = self.seat, self.applicant, self._outage
-        outage.alone_since_s = None  # etcd may not answer: this asks for a lease
+        outage.alone_since_s = None  # etcd may not answer `_Taking`, which asks for a lease
         what = f"taking the seat of replica {applicant.replica!r} again"
         deadline = Deadline(what, math.inf, check_open=self.ledger.check_open)
         taking = _Taking(self.kv, applicant, deadline, self.fence_at_last)
@@ -353,7 +355,7 @@ class Seating:
             with self.ledger.lock:
                 taking.check()
                 if self.ledger.changes != changes_told:
-                    outage.lost_since_s, outage.has_failed = time.monotonic(), False  # back soon
+                    outage.lost_since_s, outage.has_failed = time.monotonic(), False  # as if anew
                     raise SeatLost(applicant.replica, "it made calls meanwhile")
                 self.session = taking.session
                 self.ledger.regain(seat)
@@ -390,7 +392,7 @@ class Seating:
         finally:  # nobody calls this again, should Ctrl-C come
             self.session.close()
             self.kv.close()
-        # One that is inside grpc when the interpreter ends takes the process down with it.
+        # A thread that is inside grpc when the interpreter ends takes the process down with it.
         until_s = time.monotonic() + CLOSE_S
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
@@ -423,7 +425,7 @@ class _Taking:
         self.lost: SeatLost | None = None
         self.fence, self._kv, self._deadline = fence, kv, deadline
         self._replica, self._granting = applicant.replica, threading.Lock()
-        self._who = dataclasses.replace(applicant, nonce=applicant.shared_nonce)
+        self._who = dataclasses.replace(applicant, nonce=applicant.shared_nonce)  # for `end`
         with self._granting:  # `_on_lost` may come before there is a session
             self.session = Session(
                 kv, ttl_s=applicant.ttl_s, on_lost=self._on_lost, name=applicant.replica
@@ -446,7 +448,7 @@ class _Taking:
         Again from the start if that group is gone, or was left, before all ranks had their seats.
 
         Args:
-            left_behind: The nonce under which it had one before, or may have had.
+            left_behind: The nonce under which this rank had a seat, or may have had; "": it is new.
         """
         while True:
             who = dataclasses.replace(
@@ -468,7 +470,11 @@ class _Taking:
             left_behind = left_behind or applicant.shared_nonce
 
     def end(self, error: BaseException) -> None:
-        """Give up. Peers that wait for this rank are told of an error that is none of ours."""
+        """Give up before there is a seat; tell peers that wait for it of Ctrl-C, or of a bug.
+
+        Not of an error of ours: after a lost lease or race this rank starts over, and a refusal, a
+        deadline or an etcd that fails each peer meets by itself.
+        """
         who = self._who
         try:
             if who.world_size > 1 and not isinstance(error, TorchRosError):
@@ -487,7 +493,7 @@ class _Taking:
         return run(steps, self._kv, self._deadline, check=self.check)
 
     def _with_former_run(self, who: Applicant) -> Applicant:
-        """It knows the newest run of before, if there is none that it would choose by itself."""
+        """`who`, with a bucket's newest run, which is asked for only if etcd has none to choose."""
         if who.find_former_run is None or who.run is not None:
             return who
         rule = partial(runs.is_any_trained, who=who)
@@ -496,7 +502,7 @@ class _Taking:
         return dataclasses.replace(who, former_run=who.find_former_run())
 
     def _create(self, who: Applicant) -> str:
-        """The nonce of the group that was made, or that a peer made; "": another is needed."""
+        """The nonce of the group that was made, or that a peer made; "": try another nonce."""
         create: Create = partial(membership.create_group, who=self._with_former_run(who))
         if not who.is_shared or who.left_behind:  # the nonce is this rank's alone
             create = _at_most_once(create)
@@ -527,7 +533,7 @@ def _nonce_to_create(shared_nonce: str, left_behind: str) -> str:
 
     Args:
         shared_nonce: Given to all ranks alike; "": they find each other by the replica's name.
-        left_behind: Of a rank that comes back: the nonce under which it had its last seat.
+        left_behind: As of `_Taking.take`: the family stays.
     """
     if left_behind:
         return f"{k.family(left_behind)}.{secrets.token_hex(4)}"
