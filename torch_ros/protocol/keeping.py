@@ -22,7 +22,7 @@ class GivenUp:
     inst: str
     datacenter: str
     is_leaving: bool = False  # with all that `inst` offers, copies in host memory included
-    retain: tuple[str, ...] = ()  # what no group's record says: its own, if that has ended
+    retain: tuple[str, ...] = ()  # wishes beside those of groups' records: its own, if that is gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Keeper:
     def on_unpublish(
         self, view: View, seat: Seat, call: Call, ref: VersionRef
     ) -> Step[Call | Outcome] | Keeping:
-        """Return what comes before readers are waited for; or, after that, what `keeping` says."""
+        """A step that comes before readers are waited for; or `keeping`: the tensors may go so."""
         del call
         return self.keeping(view, seat.keys, ref, GivenUp(seat.inst, seat.datacenter))
 

@@ -21,7 +21,7 @@ FAR_SILENCE_S = 12.0  # of a near source, until a far one is better: most leases
 
 
 def there_ranges(seat: Seat, ref: VersionRef, source: Source) -> tuple[Range, ...]:
-    """Where the holdings of a source are, also when its processes have taken their seats again."""
+    """The ranges where a source's holdings are, also when its processes have taken new seats."""
     keys = (
         seat.keys.holding(ref.run, ref.version, source.datacenter, k.first_of(inst))
         for inst in source.insts
@@ -30,11 +30,11 @@ def there_ranges(seat: Seat, ref: VersionRef, source: Source) -> tuple[Range, ..
 
 
 def still_offers(view: View, seat: Seat, ref: VersionRef, source: Source) -> bool:
-    """Whether what its processes show is still held, by whatever name.
+    """Whether the content that the source's processes show is still held, by whatever name.
 
     A full holding may be another one by now: the same processes come back with all of it, and show
     it with the mark that they had. One that fills must be the same, or linger from its incarnation:
-    made anew, it is younger than this rank, and might read from it.
+    made anew, it is younger than this rank, and might read from this rank.
     """
     for range_ in there_ranges(seat, ref, source):
         for _, where, holding, entry in legible.holdings(view.within(range_)):
@@ -49,7 +49,7 @@ def still_offers(view: View, seat: Seat, ref: VersionRef, source: Source) -> boo
 def eligible_again(
     view: View, seat: Seat, ref: VersionRef, found: Candidates, tried: Mapping[str, int]
 ) -> Candidates:
-    """Those that a rank may go on from which has lost its last source; empty: there are none.
+    """The candidates that a rank may go on from when it has lost its last source, if any.
 
     Each is tried a few times at most, or a rank whose own link is broken would go round for ever.
 
@@ -73,9 +73,10 @@ def is_to_be_left(
 ) -> bool:
     """Whether a source that does not answer is to be left, since one of those `found` is better.
 
-    Better is one that is not suspected, was lost no more often, and is as near; or any, once the
-    source cannot be thought to be slow.
+    Better is one that is not suspected, was lost no more often, and is as near; or far, once the
+    source is silent for longer than a slow one would be.
     """
+    # 0: near, 1: far
     max_distance = max(distance(source.datacenter, seat), int(silent_s > FAR_SILENCE_S))
     tries_max = tried.get(source.inst, 0)
     others = found.keys() - {source.inst} - suspects(view, seat.keys)

@@ -25,10 +25,11 @@ class Elder(NamedTuple):
 
 
 def elder(view: View, seat: Seat, ref: VersionRef) -> Step[Elder | None]:
-    """An older publisher of this content, as whose this replica is about to offer its own.
+    """An older publisher of `ref`, with whose bytes this replica's have to be compared first.
 
-    None: there is none, or it has gone. Only older ones are waited for, so that nobody waits for
-    whoever waits for him; and each has been compared with one that is older still.
+    The oldest that is full; while none is, one that fills is waited for. None: there is none, or it
+    has gone. Nobody waits for a younger one, so no two wait for each other; and one older publisher
+    is enough, since each was compared with one that is older still.
     """
     own_group(view, seat)
     mine = view.get(seat.holding(ref))

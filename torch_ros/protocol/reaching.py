@@ -34,7 +34,8 @@ RETRY_S = 0.5  # between tries to read from a source that failed before
 class Sources:
     """The sources that one rank reads a version from: one at a time, or several that take turns.
 
-    Each kind of them says how one is attached to and left; of these, there is no other.
+    Here a source that is lost is replaced by no other. A subclass says how one is attached to and
+    left, and where there are others ("Of each kind", below).
     """
 
     def __init__(self, seating: Seating, seat: Seat, ref: VersionRef, deadline: Deadline) -> None:
@@ -59,7 +60,7 @@ class Sources:
             except SourceLost as lost:
                 gone = next((p for p in places if replica_of(inst_at(p)) == lost.replica), "")
                 if not gone:
-                    raise  # a peer's, who gave up
+                    raise  # none of these: a peer has lost its last one, and ended the call
                 self.attached.pop(gone, None)
                 self.detach(gone, lost)
                 places = self.go_on([place for place in places if place != gone], gone, lost)
@@ -91,7 +92,7 @@ class Sources:
                 view, self.seat, source, self.tried, silent_s, others
             )
             if not (is_left or sources.shows_whole(view, self.seat, self.ref)):
-                raise Unseen  # far ones may be there, or full ones behind the youngest, which fill
+                raise Unseen  # better ones may be there: far, or full behind the youngest that fill
             return Done(is_left)
 
         return self.glance(self.ranges, rule, unknown=False)
@@ -111,18 +112,18 @@ class Sources:
         place = self.ask(self.ranges, rule, self.deadline)
         if not place:
             raise lost
-        if self.tried[inst_at(place)]:
+        if self.tried[inst_at(place)]:  # it failed before: not again at once
             self.deadline.check(str(lost))
             time.sleep(RETRY_S)
         return place
 
     def go_on(self, left: list[str], gone: str, lost: SourceLost) -> list[str]:
-        """The places to read from, once the source at `gone` is not among them any more."""
+        """The places to read from, once `gone` is lost: those `left`, or else one other, if any."""
         self.tried[inst_at(gone)] += 1
         return left or [self.another(lost)]
 
     def glance(self, ranges: Ranges, rule: Callable[[View], Step[T]], *, unknown: T) -> T:
-        """The rule's answer by a brief look at etcd; `unknown` without one (see `glance`).
+        """The rule's answer by a brief look at etcd; `unknown` if etcd is slow or away.
 
         An error of the rule is its answer, too, and is raised here: a peer may have ended the call
         with a DeadlineExceeded, which is not that of the look.
@@ -134,7 +135,7 @@ class Sources:
         return found
 
     def suspect(self, insts: Iterable[str], reason: str, ops: tuple[Delete, ...] = ()) -> None:
-        """`suspect` those, for as long as the deadline allows, and for one request in any case."""
+        """As the function `suspect`, within the deadline; past that it gets 0.5 s still."""
         timeout_s = min(CLEAN_UP_S, max(0.5, self.deadline.left_s()))
         suspect(self.seating, insts, reason, ops, timeout_s=timeout_s)
 
@@ -162,15 +163,15 @@ class Sources:
         return sources.best_of(candidates, suspected)
 
     def attach(self, place: str) -> Source:
-        """The source there, once it waits for this rank."""
+        """The source at `place`, once a record makes it wait for this rank."""
         raise NotImplementedError
 
     def detach(self, place: str, lost: SourceLost) -> None:
-        """It waits for this rank no longer."""
+        """Delete the record by which the source at `place` waits for this rank."""
 
 
 class Left(SourceLost):
-    """A source is left that is not lost, for the better one at `place`."""
+    """Raised to leave a source that is not lost, but slow, for the better one at `place`."""
 
     is_orderly = True
     place = ""
@@ -182,13 +183,13 @@ class ClaimedSources(Sources):
     def __init__(self, call: GroupCall) -> None:
         super().__init__(call.seating, call.seat, call.ref, call.deadline)
         self.call = call
-        # The call as this rank acts by it, which may hear late of its own deeds.
+        # The call as this rank acts by it: as it was decided, or as a feature has changed it since.
         self.known: Call = call.decided
-        self.is_displaced = False  # it has its source in the place of one that went away
+        self.is_displaced = False  # its source stands in for one that went away in order
         self._come = (0, 0)  # the bytes that have come, of how many, when a source was lost
 
     def attach(self, place: str) -> Source:
-        """Put this rank's reader record, unless that was done with the claim."""
+        """Put this rank's reader record, and learn the source, unless the claim did both."""
         call, seat = self.call, self.call.seat
         if learn := call.attached.pop(place, None):
             return learn()
@@ -213,7 +214,9 @@ class ClaimedSources(Sources):
             log.info("%s: %s was not told: %s", call.asked, inst, error)
 
     def go_on(self, left: list[str], gone: str, lost: SourceLost) -> list[str]:
-        """As of all kinds; and note how much has come, for people and peers, if none is left."""
+        """As in `Sources`, but to the place that a `Left` names. If no source is left, the error
+        says how much had come when the last ones were lost.
+        """
         self.is_displaced = lost.is_orderly
         self._come = max(self._come, (lost.bytes_done, lost.bytes_total))
         lost.bytes_done, lost.bytes_total = self._come
@@ -239,7 +242,7 @@ class ClaimedSources(Sources):
 
 
 def _answer(rule: Callable[[View], Step[T]], view: View) -> Step[T | TorchRosError]:
-    """The step of the rule; or its error, as its answer."""
+    """The step of the rule; if it raises an error of ours, that is the answer."""
     try:
         return rule(view)
     except TorchRosError as error:
@@ -247,7 +250,7 @@ def _answer(rule: Callable[[View], Step[T]], view: View) -> Step[T | TorchRosErr
 
 
 def glance(ask: Callable[[Deadline], T], deadline: Deadline, *, unknown: T) -> T:
-    """The store's answer; `unknown` if it does not answer soon: the bytes may come first."""
+    """The answer that `ask` gets from etcd; `unknown` if that takes long: bytes may come first."""
     within_s = min(GLANCE_S, max(0.0, deadline.left_s()))
     try:
         return ask(Deadline(deadline.what, within_s, check_open=deadline.check_open))
@@ -263,7 +266,7 @@ def suspect(
     *,
     timeout_s: float = CLEAN_UP_S,
 ) -> None:
-    """Let this replica and others prefer other sources for a while, and do `ops` with that."""
+    """Let this replica and others prefer other sources to `insts` for a while; do `ops`, too."""
     seat, lease_id = seating.seat, 0
     if insts:
         lease_id, _ = seating.kv.grant(SUSPECT_TTL_S, timeout_s=timeout_s)

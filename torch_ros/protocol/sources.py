@@ -151,22 +151,22 @@ def is_relaying(holding: Holding) -> bool:
 def _is_source(
     seat: Seat, ref: VersionRef, inst: str, holding: Holding, born: int, before: int
 ) -> bool:
-    """Whether it may be read from: full, or a relay that was created before that revision."""
+    """Whether `inst` may be read from: full, or a relay that was created before that revision."""
     if holding.uid != ref.uid or k.is_of(inst, seat.inst):
         return False
     return holding.state == "full" or (is_relaying(holding) and born < before)
 
 
 def born_before(view: View, seat: Seat, call: Call) -> int:
-    """The revision before which a relay was created that may be read from in this call.
+    """The revision `before`: only relays created before it may be read from in this call.
 
-    The own birth: if each of two relays could read from the other, both would wait for ever. A leaf
-    may read from younger ones too, since nobody reads from it: `EVER`.
+    It is the own birth: if each of two relays could read from the other, both would wait for ever.
+    For a leaf it is `EVER`: nobody reads from a leaf, so it may read from younger ones too.
     """
     assert call.ref is not None
     own = view.get(seat.holding(call.ref))
     if own is None:
-        return 0
+        return 0  # no relay at all: without a holding there is no order
     return EVER if seat.leaves.is_leaf(seat, call) else own.create_rev
 
 
@@ -177,7 +177,7 @@ def candidates_of(
 
     Those that this call has `lost` count as nobody's readers: what they read from is free again.
 
-    Raises: Unseen: It takes a look at those first, and at their readers.
+    Raises: Unseen: Not all of those, or of their readers, are in view: it names what to look at.
     """
     holdings = seen_holdings(view, seat, ref)
     found = _known(view, seat, ref, holdings, before, lost)
@@ -192,10 +192,10 @@ def candidates_of(
 def _neighbours(
     view: View, seat: Seat, ref: VersionRef, holdings: Seen, before: int
 ) -> tuple[Ranges, bool]:
-    """Near holdings that a choice among many is made from, with their readers; are they in view?
+    """The near holdings that a choice among many is made from, with their readers; are all in view?
 
-    They are the next ones born `before` this replica, and the oldest: where all take the next
-    older one, each is read by few, and the oldest are full.
+    The next ones born `before` this replica, and the oldest: where all take the next older one,
+    each is read by few, and the oldest are full.
     """
     here = seat.keys.holdings_in(ref.run, ref.version, seat.datacenter)
     newest, oldest = _newest_and_oldest(here)
@@ -205,7 +205,7 @@ def _neighbours(
     older = [inst for inst in by_age if held_here[inst] < before]
     near = {*older[-NEIGHBOURS:], *by_age[:NEIGHBOURS]}
     readers = [seat.keys.readers_of(ref.run, ref.version, inst) for inst in sorted(near)]
-    # Where nobody is younger, the newest are those before this one.
+    # Where nobody is younger, the newest, which `choice_ranges` has, are those before this one.
     is_youngest = by_age[-1:] == [seat.inst]
     has_older = next_older in view.asked or (is_youngest and newest in view.asked)
     are_seen = has_older and oldest in view.asked and all(map(view.shows, readers))
@@ -217,13 +217,14 @@ def _known(
 ) -> Candidates:
     """Those of `holdings` that could be read from, and whose readers are in view.
 
-    Leaves take little of a source. They count as readers for other leaves only, a few as one.
+    Leaves take little of a source: for another leaf, LEAVES of them count as one reader; for others
+    none does.
     """
     seen = keyed(view.seen(seat.keys.readers_for(ref.run, ref.version)), k.parse_reader)
     reads = dict.fromkeys((source, who, _is_of_leaf(entry)) for _, (source, who, _), entry in seen)
     source_of = {who: source for source, who, _ in reads}
     readers = Counter((source, is_leaf) for source, who, is_leaf in reads if who not in lost)
-    few = LEAVES if before == EVER else NUMBER_MAX
+    few = LEAVES if before == EVER else NUMBER_MAX  # so many leaves count as one: never so many
     return {
         inst: Candidate(
             holding,
@@ -239,7 +240,7 @@ def _known(
 
 
 def _is_of_leaf(reader: Entry) -> bool:
-    """Whether the reader says so; one whose record cannot be read counts as any other."""
+    """Whether the reader's record says that it is a leaf; if it cannot be read, it is none."""
     try:
         return Reader.decode(reader.value, "").is_leaf
     except BackendError:
@@ -247,7 +248,7 @@ def _is_of_leaf(reader: Entry) -> bool:
 
 
 def _depth(inst: str, source_of: Mapping[str, str]) -> int:
-    """How many hops it is from one that reads from nobody; not more than a chain may have."""
+    """How many hops `inst` is from one that reads from nobody; DEPTH_MAX: so many, or more."""
     depth = 0
     while (inst := source_of.get(inst, "")) and depth < DEPTH_MAX:
         depth += 1
@@ -257,11 +258,11 @@ def _depth(inst: str, source_of: Mapping[str, str]) -> int:
 def eligible_of(
     view: View, seat: Seat, ref: VersionRef, candidates: Candidates, tried: Mapping[str, int]
 ) -> Candidates:
-    """Those that were tried least; of these the near ones, if there is one, else far copies.
+    """Those that this call has tried least; of these the near ones, if there are any, else `_far`.
 
     So the oldest holding of a datacenter is its seed: the only one that has no near source.
 
-    Raises: Unseen: All are far, or were tried before, and there may be others.
+    Raises: Unseen: All in view are far, or were tried before, and there may be others.
     """
     least = min(tried.get(inst, 0) for inst in candidates)
     fresh = {i: found for i, found in candidates.items() if tried.get(i, 0) == least}
@@ -272,9 +273,9 @@ def eligible_of(
 
 
 def _far(candidates: Candidates) -> Candidates:
-    """Those to read across a slow link: none that waits for another one, if some do not.
+    """Those to read across a slow link: full ones, if there are any, which wait for nobody.
 
-    Full ones come first, and copies before trainers, which would be held up by the link.
+    Copies come before trainers, which would be held up by the link.
     """
     full = {i: found for i, found in candidates.items() if found.is_full}
     copies = {i: found for i, found in full.items() if not found.holding.is_original}
@@ -303,7 +304,7 @@ def _first_choice(
 
 
 def _preferred(candidates: Candidates, seat: Seat) -> str:
-    """The full copy of the replica that this one prefers; "": there is none."""
+    """The full copy that the replica `seat.prefers` has, to be read first; "": there is none."""
     full = (i for i, found in candidates.items() if found.is_full)
     return next((inst for inst in full if k.replica_of(inst) == seat.prefers), "")
 
@@ -314,12 +315,14 @@ def _by_count(
     """The k-th free candidate, if k - 1 older newcomers look for one: each takes another.
 
     "": not enough are free. Full ones, which start at once, are taken first, then older ones.
+    `candidates` are all near or all far.
     """
     reads = view.within(seat.keys.readers_for(ref.run, ref.version))
     has_source = {reader for _, (_, reader, _), _ in keyed(reads, k.parse_reader)}
     oldest = min((found.born for found in candidates.values()), default=0)
     # Where none is full the oldest is the seed, which reads from afar, and takes none of these.
     seed_born = 0 if any(found.is_full for found in candidates.values()) else oldest
+    # For near candidates only newcomers of this datacenter compete, for far ones all of them.
     are_far = any(found.distance for found in candidates.values())
     older_newcomers = sum(
         seed_born < born < own_birth
@@ -337,11 +340,12 @@ def _by_count(
 
 
 def _by_place(own_birth: int, candidates: Candidates) -> str:
-    """The h-th of those that are older than this replica, from the next one on, if h are full.
+    """A free candidate by its place in the order of births; "": none is free.
 
-    From h full ones come h chains, which take turns by age: who is h older stands in the same one.
-    This takes no look at who has found a source already, which among many is a lot to read. If it
-    has a reader, the next one without: older ones first. "": all have.
+    From h full ones come h chains, in which newcomers stand in turn: the h-th before this replica,
+    from the next older one on, is in the same chain. If that has a reader already, an older one
+    without is taken, else a younger one. Unlike `_by_count` this does not look who has found a
+    source: among many that is a lot to read.
     """
     older = [i for i, found in candidates.items() if found.born < own_birth]
     older.sort(key=lambda inst: candidates[inst].born, reverse=True)
@@ -354,8 +358,8 @@ def _by_place(own_birth: int, candidates: Candidates) -> str:
 def best_of(candidates: Candidates, suspected: set[str], *, is_leaf: bool = False) -> str:
     """The least read of those that are not suspected, nor at the end of a long chain.
 
-    A suspicion is a preference, never a verdict: two flaky readers do not fail a trainer. For a
-    leaf it is the youngest of the least read: in a chain the last one, for whom nobody waits.
+    If all are, one of these: two flaky readers shall not fail a trainer. For a leaf it is the
+    youngest of the least read: in a chain the last one, for whom nobody waits.
     """
 
     def cost(inst: str) -> tuple[int, ...]:
@@ -368,9 +372,9 @@ def best_of(candidates: Candidates, suspected: set[str], *, is_leaf: bool = Fals
 
 
 def _idle(view: View, seat: Seat, ref: VersionRef, eligible: Candidates, most: int) -> list[str]:
-    """Idle near sources to read from at the same time: half of them at most, the oldest ones.
+    """Idle near sources to read from at the same time: `most` at most, and the older half at most.
 
-    None if anybody else is seen to look for one: each should have one of its own first.
+    Empty if anybody else is seen to fill: each should have a source of its own first.
     """
     holdings = seen_holdings(view, seat, ref)
     if any(held.state == "filling" and inst != seat.inst for inst, (held, _) in holdings.items()):
@@ -417,13 +421,14 @@ def claim(
 ) -> Step[Claimed | None]:
     """The call with the group's first sources, chosen by the rank that decided it.
 
-    None: decide again, as nobody has the version any more, or it relays after all.
+    None: decide again, as nobody has the version any more, or the group, a leaf, relays after all.
 
     Args:
         avoided: Sources whose bytes were wrong a moment ago: others come first, even far ones, and
             before those that still fill, since these may be filling themselves with such bytes.
         sources_max: How many idle ones to claim, if nobody else is looking.
-        chosen: Is told the instances first: their records may be there, whatever is answered.
+        chosen: Is told the instances before they are claimed: if the reply is lost, reader records
+            may be there, which have to be deleted if the call fails.
     """
     own_group(view, seat)
     current = find(view, seat, call.number)
@@ -455,13 +460,13 @@ def claim(
 def _claiming(view: View, seat: Seat, call: Call, chosen: Candidates) -> Act[Claimed | None]:
     """Claim these sources, and attach this rank to them.
 
-    In one transaction: a reader record of this rank cannot come late then, when the call has gone
-    on, and hold its source up.
+    In one transaction: a request of its own for this rank's reader record could arrive late, when
+    the call has gone on, and the record would hold its source up.
     """
     ref, keys = call.ref, seat.keys
     assert ref is not None
     places = [k.place(found.holding.datacenter, inst) for inst, found in chosen.items()]
-    # Of several, a newcomer that has come since would count on the second.
+    # If there are several, a newcomer that has come since would count on the second.
     guards: list[Guard] = []
     if len(chosen) > 1:
         guards.append(NoneNewer(keys.holdings_of(ref.run, ref.version), view.rev))
@@ -488,13 +493,13 @@ def _claiming(view: View, seat: Seat, call: Call, chosen: Candidates) -> Act[Cla
 def claim_of(
     view: View, seat: Seat, call: Call, place: str, *, is_free: bool
 ) -> tuple[tuple[Guard, ...], Put]:
-    """The record that claims the source there, and the guards under which it may."""
+    """The guards under which this group may claim the source there, and the record that does."""
     anchor, keys, source = own_group(view, seat).lease_id, seat.keys, k.inst_at(place)
     ref = call.ref
     assert ref is not None
     _, key = reads_of(seat, ref, source)
     guards: list[Guard] = [view.unchanged(keys.holding_at(ref.run, ref.version, place))]
-    if is_free:
+    if is_free:  # it was chosen because nobody reads from it, and that has to be true still
         guards.append(nobody(view, keys.readers_of(ref.run, ref.version, source)))
     return tuple(guards), Put(key, _reader(seat, call, place).encode(), anchor)
 
@@ -512,7 +517,7 @@ def _reader(seat: Seat, call: Call, place: str) -> Reader:
 
 
 def attach_ranges(seat: Seat, ref: VersionRef, place: str, *keys: str) -> tuple[Range, ...]:
-    """All that `offered` and `attach` are decided from, and these keys."""
+    """All that `offered` and `attach` are decided from, and these `keys`."""
     held = seat.keys.holding_at(ref.run, ref.version, place)
     return (*map(one, (held, *keys)), seat.keys.shards(k.inst_at(place)))
 
@@ -523,7 +528,7 @@ def offered(
     """The holding there, if it is full, or a relay that was created before that revision.
 
     Args:
-        waits: It waits for this rank, whose reader record it has: then it may drain.
+        waits: It waits for this rank or group, whose record it has: then it may be draining.
 
     Raises: SourceLost: It does not offer this content any more (I7).
     """
@@ -548,7 +553,7 @@ def attach(
     """Announce by `reader` that this rank reads from a source; then learn how to reach it.
 
     Args:
-        reader: None: it is there, or nobody is told.
+        reader: The record to put; None: it is there already, or this read is not announced.
         own: Keys of this rank's that must not have changed, beside the source's holding.
 
     Raises: SourceLost: One of its processes is gone (I7).
@@ -571,7 +576,7 @@ def claimed_ranges(seat: Seat, call: Call, place: str) -> tuple[Range, ...]:
 
 
 def attach_claimed(view: View, seat: Seat, call: Call, place: str) -> Step[Source]:
-    """As `attach`, of a rank whose group reads from there in `call`, and may have a claim on it."""
+    """As `attach`, of a rank that reads from `place` in `call`: by its group's claim, or alone."""
     ref, current = version_read(view, seat, call), call_now(view, seat, call)
     mine, claim = reads_of(seat, ref, k.inst_at(place))
     is_put = view.get(mine) is not None  # before, and the reply was lost
@@ -591,7 +596,7 @@ def _shards_got(reply: Reply) -> list[Mapping[str, Entry]]:
 
 
 def learned(offer: Offered, shards: Mapping[str, Entry]) -> Source:
-    """The source, once this rank's reader record is there.
+    """The source, by the `shards` that were read when this rank's reader record was put.
 
     Raises: SourceLost: One of its processes is gone (I7).
     """

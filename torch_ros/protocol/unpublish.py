@@ -32,8 +32,9 @@ def unpublish(
     Those in other datacenters are not waited for if somebody else has the version (I14).
 
     Returns the call when the group has ended it, when it is another one than asked for, or when it
-    asks each rank for something first. One that has ended may be of other content: a rank that
-    could not unpublish while its peers went on without etcd holds what nobody offers any more.
+    asks each rank for something first (a copy); else its outcome. A call that has ended may be of
+    other content: a rank that could not unpublish while its peers went on without etcd holds what
+    nobody offers any more.
 
     Args:
         made: The call as this rank makes it.
@@ -85,7 +86,7 @@ def _let_go(
 
 
 def awaited(view: View, seat: Seat, ref: VersionRef) -> set[str]:
-    """The replicas whose readers are waited for, for reports and for who is left behind."""
+    """The replicas whose readers an unpublish would wait for, to name them to people."""
     readers = near_and_far(view, _readers_of_tensors(seat, ref))
     keep = seat.keeper.keeping(view, seat.keys, ref, GivenUp(seat.inst, seat.datacenter))
     return {k.replica_of(k.owner_of(inst)) for inst in _waited_for(readers, keep)}

@@ -84,7 +84,7 @@ def spec_ranges(keys: Keys) -> Ranges:
 
 
 def newer_ranges(keys: Keys, held: VersionRef | None) -> Ranges:
-    """What `newer` is decided from. Mostly there is nothing new, and the records say so."""
+    """The ranges for `newer`. Mostly records say that nothing is new, so few holdings are read."""
     ranges = (keys.runs(), keys.versions(), Sample(keys.holdings(), 1))
     if held is None:
         return ranges
@@ -99,12 +99,12 @@ def run_numbers(view: View, keys: Keys) -> dict[str, int]:
 
 
 def number_of(run: str, numbers: Mapping[str, int]) -> int:
-    """The number by which a run is ordered, also where its record cannot be read."""
+    """The number by which a run is ordered: 0 of the bucket's; 1 if its record cannot be read."""
     return 0 if run == k.OUTSIDE else max(1, numbers.get(run, 1))
 
 
 def is_passed(view: View, keys: Keys, ref: VersionRef) -> bool:
-    """Whether the run outside, which has one version, has another one by now."""
+    """Whether `ref` is of the bucket's run, which has one version: another one by now."""
     if ref.run != k.OUTSIDE:
         return False
     there = keyed(view.within(keys.versions(ref.run)), k.parse_version)
@@ -138,7 +138,7 @@ def listing(view: View, keys: Keys, *, of_trainers: bool = False) -> dict[int, s
     """The available versions of the newest run that has one, and the replicas that hold them.
 
     Args:
-        of_trainers: What no replica published does not count.
+        of_trainers: Versions that no replica published, but a bucket had, do not count.
     """
     runs = (run for run in offered(view, keys) if not of_trainers or run[0].ref.run != k.OUTSIDE)
     newest = next(runs, [])
@@ -157,7 +157,8 @@ def resolve(view: View, keys: Keys, spec: Spec) -> AvailableVersion | Wait:
 
 
 def _resolve(view: View, keys: Keys, spec: Spec) -> AvailableVersion | Wait:
-    if not view.shows(keys.holdings()):
+    """As `resolve`, whatever `spec.only` says. The table is in docs/PROTOCOL.md#which-version."""
+    if not view.shows(keys.holdings()):  # a sample of many, of which a few may be enough
         glimpsed = _glimpsed(view, keys, spec)
         if isinstance(glimpsed, Wait):
             return glimpsed
@@ -171,9 +172,9 @@ def _resolve(view: View, keys: Keys, spec: Spec) -> AvailableVersion | Wait:
         if offer.ref.version == spec.absolute:
             return offer
     newest_run = _newest_run(view, keys)
-    # What no replica published says nothing of the numbers that a trainer will publish.
+    # Versions from a bucket say nothing of the numbers that a trainer will publish.
     run = newest[0].ref.run if newest and newest[0].ref.run != k.OUTSIDE else newest_run
-    VersionRecord.at(view, keys.version(run, spec.absolute))  # it cannot be passed over
+    VersionRecord.at(view, keys.version(run, spec.absolute))  # raises if it cannot be read
     there = published(view, keys, run)
     holders = view.within(keys.holdings_of(run, spec.absolute))
     filling = [
@@ -198,7 +199,10 @@ def newest_record(view: View, keys: Keys) -> VersionRef | None:
 def newer_refs(
     view: View, keys: Keys, held: VersionRef, newest: VersionRef | None = None
 ) -> list[VersionRef]:
-    """The versions published in full after `held`; in the run of `newest`, and not after that."""
+    """The versions published in full after `held`; if `newest` is given, of its run and up to it.
+
+    It is one of them even with the number of `held`: then that was published anew.
+    """
     refs = [ref for ref, record in _records(view, keys) if record.layout]
     if newest is not None:
         refs = [ref for ref in refs if ref.run == newest.run and ref.order <= newest.order]
@@ -218,7 +222,7 @@ def _not_yet(spec: Spec, ended: str = "") -> str:
 
 
 def _ended_at(view: View, keys: Keys, run: str) -> str:
-    """The versions of a job before this run, in words; "": none, as far as anybody knows."""
+    """Words, for who waits, on versions that were lost before this run began; "": none was."""
     records = readable(view.within(keys.runs()), k.parse_run, RunRecord)
     last = next((record.ended_at for _, name, record, _ in records if name == run), None)
     if last is None:
@@ -230,6 +234,8 @@ def _glimpsed(view: View, keys: Keys, spec: Spec) -> AvailableVersion | Wait | N
     """The version that `spec` means, if a few holdings are enough to tell; None: they are not.
 
     The run of the newest record is the one that counts if anything of it is available.
+
+    Raises: Unseen: These few, which it names, were not read.
     """
     newest = newest_record(view, keys)
     if newest is None or spec.back:
@@ -269,6 +275,7 @@ def published(view: View, keys: Keys, run: str) -> list[int]:
 def _relative(
     keys: Keys, spec: Spec, runs: list[list[AvailableVersion]], ended: str
 ) -> AvailableVersion | Wait:
+    """The `spec.back`-th newest version of the first run, if that is not below `spec.floor`."""
     newest = next(iter(runs), [])
     if len(newest) <= spec.back:
         have = f"{len(newest)} available" if newest else f"none is available yet{ended}"
@@ -283,10 +290,10 @@ def _relative(
 def _wait_for_version(
     keys: Keys, runs: list[list[AvailableVersion]], reason: str, *because: str
 ) -> Wait:
-    """Whatever makes a version available writes its record, so that is what is watched.
+    """Wait until a version becomes available: that writes its record, so records are watched.
 
     Args:
-        because: Holdings without which there were nothing to wait for.
+        because: Keys of holdings that the wait depends on: when one goes, `spec` may mean another.
     """
     if len(runs) > 1:  # the newest run counts for as long as it has this one
         offer = runs[0][0]
@@ -295,16 +302,16 @@ def _wait_for_version(
 
 
 def newer(view: View, keys: Keys, spec: Spec, held: VersionRef) -> AvailableVersion | None:
-    """What `spec` means now, if that is newer than `held` (absolute: another). Never waits."""
+    """The version that `spec` means now, if newer than `held` (absolute: another). Never waits."""
     if spec.absolute == held.version and held.run != k.OUTSIDE:
-        return None
+        return None  # a number of a bucket's may be a trainer's by now
     if spec.absolute is None and newest_record(view, keys) == held:
         return None
     try:
         offer = resolve(view, keys, spec)
     except VersionNotFound:
         if spec.absolute == held.version:
-            return None
+            return None  # trainers are past that number of a bucket's: it stays
         raise
     if isinstance(offer, Wait):
         return None
