@@ -96,13 +96,7 @@ class Gone:
 
 def let_finish_ranges(seat: Seat, leaving: Sequence[Leaving]) -> Ranges:
     of_each = (
-        range_
-        for each in leaving
-        for range_ in (
-            one(each.held),
-            each.readers[0],
-            *each.retention,
-        )
+        range_ for each in leaving for range_ in (one(each.held), each.readers[0], *each.retention)
     )
     return tuple(dict.fromkeys((*seat.own, *of_each)))
 
@@ -223,10 +217,7 @@ def _there(view: View, leaving: Sequence[Leaving]) -> dict[Leaving, Holding]:
 
 
 def _dropped(
-    view: View,
-    there: Mapping[Leaving, Holding],
-    own: tuple[Guard, ...],
-    keeps: Iterable[Keeping],
+    view: View, there: Mapping[Leaving, Holding], own: tuple[Guard, ...], keeps: Iterable[Keeping]
 ) -> Act[Gone]:
     guards = (*own, *(view.unchanged(each.held) for each in there))
     guards = (*guards, *(guard for keep in keeps for guard in keep.guards))

@@ -15,17 +15,7 @@ from torch_ros.protocol.legible import readable, say
 from torch_ros.protocol.records import GroupRecord, Holding, RetainRecord, VersionRef
 from torch_ros.protocol.sources import suspects
 from torch_ros.protocol.versions import Spec, number_of, run_numbers, spec_ranges
-from torch_ros.store.txn import (
-    Entry,
-    Guard,
-    NoneNewer,
-    Range,
-    Ranges,
-    Sample,
-    Unseen,
-    View,
-    sample,
-)
+from torch_ros.store.txn import Entry, Guard, NoneNewer, Range, Ranges, Sample, Unseen, View, sample
 
 HERE = "@here"  # behind a spec: in the datacenter of who says so
 
