@@ -139,7 +139,8 @@ def _guards_if_unnamed(
     staying, doubtful = _held_versions(view, keys, datacenter)
     newest_first = sorted({*staying, ref}, key=lambda r: r.order, reverse=True)
     newest_run = [r for r in newest_first if r.run == newest_first[0].run]
-    deepest = max((spec.back for spec in specs if spec.absolute is None), default=-1)
+    # A number means the newest run's version, too: while there is such a run, not this older one.
+    deepest = max((s.back for s in specs if s.absolute in (None, ref.version)), default=-1)
     above = newest_run[: 1 + deepest]  # one that goes would make each below it one newer
     guards: list[Guard] = [view.unchanged(staying[r][0]) for r in above if r in staying]
     if ref not in newest_run:
