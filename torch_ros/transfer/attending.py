@@ -1,4 +1,4 @@
-"""The seam at which copies are made for a save, and others attend them until they are published."""
+"""The seam at which copies are made for a save, and features attend them until publication."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch_ros.transfer.registered import LocalState
 
 
 class Attendant:
-    """Told of one copy, in this order. Each method does nothing here."""
+    """A feature's part in one copy: told of it, in this order. Each method does nothing here."""
 
     def begins(
         self, chunks: Iterable[tuple[str, torch.device]], objects: Mapping[str, torch.Tensor]
@@ -24,13 +24,13 @@ class Attendant:
         return None
 
     def shown(self, registered: LocalState) -> None:
-        """The copy is registered. The word is 0."""
+        """The copy is registered. The word is 0: nobody may read it yet."""
 
     def more(self, uid: str, *, is_offered: bool) -> Mapping[str, int]:
         """The addresses that readers of this content shall know, by name: it is shown next.
 
         Args:
-            is_offered: It is, as soon as the call ends; else when etcd is back.
+            is_offered: The content is, once the call ends; False: only when etcd is back.
         """
         return {}
 
@@ -43,11 +43,11 @@ class Copier:
     """Makes the copy that a save publishes.
 
     Args:
-        transforms: What it makes of the tensors. The ranks of a replica compare the `repr` of each.
+        transforms: Make its tensors. The ranks of a replica compare the `repr` of each.
         more: Options of features, each in its own class.
-        fill: The copy of a state dict, in memory that no reader uses. Raises a UsageError if there
-            can be none.
-        turn: Readers will be using the copy made last, and nobody the one before.
+        fill: Makes the copy of a state dict, in memory that no reader uses. Raises a UsageError if
+            there can be none.
+        turn: Called before it is shown: readers will use it, and nobody the one before.
     """
 
     transforms: Sequence[object]

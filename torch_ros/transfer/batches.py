@@ -1,6 +1,7 @@
 """Divides the blocks of a target into batches, and prepares the transfers that fill each.
 
-The blocks of a batch are read from one source, and begin to count together.
+The blocks of a batch are read from one source, and begin to count together: after its last byte
+the reader asks the source's ranks whether they still serve the content.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,6 +55,8 @@ def close_batches(batches: Sequence[Batch]) -> None:
 
 
 class Preparation:
+    """Prepares the batches of one read of a phase: its objects, or its tensors."""
+
     def __init__(self, peers: Peers, staging: Staging, phase: Phase) -> None:
         self._peers, self._staging = peers, staging
         self._target, self._memory = phase.layout.blocks, phase.memory
@@ -79,13 +82,15 @@ class Preparation:
                 if own.any():
                     batches += self._from_one(index, supply, missing[own], leaders[own])
         except BaseException:
-            close_all(self._prepared)
+            close_all(self._prepared)  # of all batches, also of one that is not whole yet
             raise
+        # In order, as this rank tells its own readers of the blocks before the first missing one.
         return sorted(batches, key=lambda batch: int(batch.blocks[0]))
 
     def _from_one(
         self, index: int, supply: Supply, missing: Ints, leaders: Ints
     ) -> Iterator[Batch]:
+        """Yield the batches of these blocks, all of one source; `leaders` as in `_as_one`."""
         target, feed, staged = self._target, supply.feed, supply.plan.staged
         direct, block = _by_block(supply.plan.direct, target)
         chunk_of_piece = np.array([piece.target_chunk for piece in staged], np.int64)
@@ -109,13 +114,13 @@ class Preparation:
                 index,
                 missing[batch_of[missing] == number],
                 _needs(feed, only, pieces),
-                self._along(bound(replace(supply.plan, direct=only, staged=())), feed),
+                self._transfers(bound(replace(supply.plan, direct=only, staged=())), feed),
                 self._groups(pieces, feed),
                 bool(is_partly_there[rows].any()),
             )
 
     def _binding(self, feed: Feed) -> Callable[[ReadPlan], Mapping[Route, Spans]]:
-        """Binds plans to where the chunks lie, which is the same for all batches."""
+        """Return what binds plans to where the chunks lie, which is the same for all batches."""
         manifests, memory = [manifest for _, manifest in feed.manifests], self._memory
         return partial(
             ReadPlan.bind,
@@ -126,13 +131,15 @@ class Preparation:
         )
 
     def _groups(self, pieces: Sequence[StagedCopy], feed: Feed) -> list[StagedGroup]:
+        """Give pieces places in the staging buffers, and prepare the transfers that go there."""
         manifests = [manifest for _, manifest in feed.manifests]
         return [
-            StagedGroup(buffer, places, self._along(routes(buffer, places, manifests), feed))
+            StagedGroup(buffer, places, self._transfers(routes(buffer, places, manifests), feed))
             for buffer, places in self._staging.placed(pieces, self._memory)
         ]
 
-    def _along(self, routes: Mapping[Route, Spans], feed: Feed) -> list[Transfer]:
+    def _transfers(self, routes: Mapping[Route, Spans], feed: Feed) -> list[Transfer]:
+        """Prepare the transfers of these spans; noted in `_prepared`, in case a later one fails."""
         manifests, first = feed.manifests, len(self._prepared)
         for route, rows in routes.items():
             self._prepared += self._peers.prepare(
@@ -145,19 +152,20 @@ class Preparation:
 
 
 def _rows_by(numbers: Ints) -> Callable[[int], Ints]:
-    """Finds the rows that have a number. Numbers rise from row to row, but for -1, in between."""
+    """Return what finds the rows with a number. Numbers never fall from row to row, -1 aside."""
     rows = np.flatnonzero(numbers >= 0)
     rising = numbers[rows]
     return lambda number: rows[slice(*np.searchsorted(rising, [number, number + 1]))]
 
 
 def _as_one(values: Ints, leaders: Ints) -> Ints:
-    """Give all blocks with the same leader the value of the first of them."""
+    """Give blocks with the same leader, those of a chunk with staged pieces, the first's value."""
     _, first, inverse = np.unique(leaders, return_index=True, return_inverse=True)
     return values[first][inverse]
 
 
 def _block_bytes(blocks: Blocks, memory: Sequence[torch.Tensor]) -> Ints:
+    """Return each block's bytes: the last one of a chunk has what is left of the chunk."""
     owner, ordinal = numbered(blocks.counts)
     sizes = np.fromiter((tensor.nbytes for tensor in memory), np.int64, len(memory))[owner]
     is_last = ordinal == blocks.counts[owner] - 1
@@ -185,7 +193,7 @@ def _by_block(direct: DirectSpans, target: Blocks) -> tuple[DirectSpans, Ints]:
 
 
 def _needs(feed: Feed, direct: DirectSpans, staged: Sequence[StagedCopy]) -> dict[int, int]:
-    """Return how far each rank of a source that is filling itself must have come."""
+    """Return how many blocks, in its own order, each rank must have before this is read from it."""
     blocks = [layout.blocks for layout in feed.layouts]
     needs: dict[int, int] = {}
     for rank in distinct(direct.source_rank).tolist():

@@ -43,15 +43,17 @@ class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
     @classmethod
     def decode(cls, card: bytes) -> Card:
-        """Raises: msgspec.MsgspecError, UnicodeDecodeError: These bytes are none."""
+        """Raises: msgspec.MsgspecError, UnicodeDecodeError: These bytes are no card."""
         return msgspec.msgpack.decode(card, type=cls)
 
 
 class Notice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where the manifest of a process is, and what it must be."""
+
     address: int
     size_bytes: int
     digest: bytes
-    descriptor: bytes
+    descriptor: bytes  # of the region that holds it
 
     def pack(self) -> bytes:
         """Return the notice as it stands in a mailbox behind the word: length, digest, content."""

@@ -31,7 +31,7 @@ TORN_S = 1.0  # for which a mailbox may contradict itself: to rewrite it takes m
 
 
 class Arrivals:
-    """Which blocks of a target have arrived, and are what they should be."""
+    """Which blocks of a target have arrived, and are what they should be. This has no readers."""
 
     def __init__(self, blocks: int) -> None:
         self.done: Bools = np.zeros(blocks, np.bool_)
@@ -44,7 +44,7 @@ class Arrivals:
         self.bytes_read += bytes_read
 
     def hush(self) -> None:
-        """Pass nothing on before all of it is there: readers go elsewhere."""
+        """Tell readers of nothing before all is there, so that they go elsewhere."""
 
     def tell_rate(self, bytes_per_s: float) -> None:
         """Tell readers how fast bytes land here; 0: not known."""
@@ -65,10 +65,10 @@ class Progress(Arrivals):
         self.target: LocalState = target
         self.mark: int = 0
         self.tell_rate(0)
-        self.is_unproven = False  # it was filled from what was there, and nobody has compared it
+        self.is_unproven = False  # see `fill`
 
     def serve(self, mark: int) -> None:
-        """Tell readers from now on, under this mark."""
+        """Tell readers from now on what is there, as a part of the content with this mark."""
         self.mark = mark
         self._tell()
 
@@ -84,13 +84,15 @@ class Progress(Arrivals):
         self._mailbox.tell_rate(int(bytes_per_s))
 
     def fill(self, bytes_read: int) -> None:
-        """All of it was made here of what was there. Readers are told nothing before `prove`."""
+        """Count all blocks: a feature has made them of what was here, which may have been wrong. So
+        readers are told nothing of them before `prove`.
+        """
         self.is_unproven = True
         self.done[:] = True
         self.bytes_read += bytes_read
 
     def prove(self) -> None:
-        """The group has compared it, and its call has ended well."""
+        """Tell readers of what `fill` counted: the ranks have compared it, and the call is over."""
         if self.is_unproven:
             self.is_unproven = False
             self._tell()
@@ -98,10 +100,11 @@ class Progress(Arrivals):
     def add(self, blocks: Ints, bytes_read: int) -> None:
         super().add(blocks, bytes_read)
         tied, read = self.target.tied_blocks
-        self.done[tied] = self.done[read]
+        self.done[tied] = self.done[read]  # the same memory, by another name
         self._tell()
 
     def _tell(self) -> None:
+        """Set the word: to the blocks before the first that is missing, or may be written again."""
         told, overlaps = self.done & (not self.is_unproven), self.target.overlaps
         if overlaps is not None:
             # A block that has arrived may be written over once more, for another name, with bytes
@@ -110,13 +113,13 @@ class Progress(Arrivals):
             told = told & ~is_open
         position = _position(told)
         if position == ALL_BLOCKS:
-            self.tell_rate(0)  # nobody compares with what it was once
+            self.tell_rate(0)  # nothing lands here any more: nobody compares with what was once
         if not self._is_hushed or position == ALL_BLOCKS:
             self._mailbox.serve(self.mark, position)
 
 
 def _position(told: Bools) -> int:
-    """How many blocks are there before the first that is not."""
+    """How many blocks there are before the first that may not be read; ALL_BLOCKS: none."""
     return ALL_BLOCKS if told.all() else int(np.argmin(told))
 
 
@@ -130,13 +133,13 @@ class FeedSource:
     is_there: Callable[[], bool]  # asks the store whether the source is still there
     has_other: Callable[[float], bool]  # asks whom to read from, if it is mute for so long
     check: Callable[[], None]  # raises if this process has lost its seat, or closes
-    judge: "Judging | None" = None  # where it is the only one
+    judge: "Judging | None" = None  # of how fast it is; used where it is a read's only source
 
 
 @dataclass(frozen=True, slots=True)
 class Feed:
     source: FeedSource
-    states: Sequence[PeerState]
+    states: Sequence[PeerState]  # of its ranks, as `connect` found each: with a manifest
 
     @property
     def manifests(self) -> list[tuple[str, Manifest]]:
@@ -166,10 +169,9 @@ def connect(peers: Peers, cards: Sequence[bytes], source: FeedSource, deadline: 
 def _attend(
     peers: Peers, card: bytes, rank: int, source: FeedSource, deadline: Deadline
 ) -> PeerState:
-    """What a rank shows as soon as it serves the source's content.
-
-    Three waits, each with an end of its own: for an answer, for a mailbox that fits its digest, and
-    for a relay to begin.
+    """Wait until a rank serves the source's content, and return what it shows then. Three waits,
+    each with an end of its own: `silence` for an answer, `torn` for a mailbox that fits its digest,
+    and `patience` for a relay to begin.
     """
     replica, mark = source.replica, source.mark
     silence = SourceWait(replica, deadline, source.is_there, source.has_other)
@@ -185,7 +187,7 @@ def _attend(
         except TransferFailed as error:
             peers.forget(error.agent)
             raise SourceLost(replica, f"rank {rank}: {error.reason}", 0, 0) from error
-        if patience is None:
+        if patience is None:  # how often to look depends on where it is, known once it answers
             is_eager = not peers.is_near([state.agent])
             patience = SourceWait(replica, deadline, source.is_there, is_eager=is_eager)
         if state.word.mark == mark and state.manifest is not None:
@@ -194,7 +196,7 @@ def _attend(
             what = f"rank {rank} does not serve it any more"
             raise SourceLost(replica, what, 0, 0).orderly()
         if state.word.mark != mark:
-            torn.reset()
+            torn.reset()  # a relay that has not begun may change its mailbox
         elif torn.still_s > TORN_S:
             raise SourceLost(replica, f"rank {rank}: {state.problem}", 0, 0)
         reason = f"rank {rank} of {replica!r} does not show it yet"
@@ -205,10 +207,9 @@ def _attend(
 def _certified(
     peers: Peers, state: PeerState, mark: int, deadline: Deadline, look: Callable[[], None]
 ) -> PeerState:
-    """The state; with the word as it is by now, if there are digests.
-
-    Digests that came with the word before may be of the next content. A later word tells that of
-    bytes; nothing else tells it of digests.
+    """Return the state; if it has digests, with a word that was read after them. The word in
+    `state` was read before, so the digests may be of the content that came next. Bytes of tensors
+    have a later look at the word when their batch counts; digests have this one only.
     """
     if state.word.mark != mark or not state.manifest or state.manifest.depth == "off":
         return state
@@ -216,9 +217,8 @@ def _certified(
 
 
 class Judge:
-    """Told how a read goes from its only source. Each method does nothing here.
-
-    One that finds too little coming from it raises `Left`.
+    """Told how a read goes from its only source. Each method does nothing here. A judge that finds
+    too little coming from the source raises `Left`.
     """
 
     def begins(self, batches: "Sequence[Batch]") -> None:
@@ -228,7 +228,7 @@ class Judge:
         """Something is on its way."""
 
     def resumes(self) -> None:
-        """Nothing was on its way, since the source had no more."""
+        """The source may have more again: it had no more, so nothing was on its way."""
 
     def lands(self, size_bytes: int) -> None:
         """Some bytes have landed, and do not count yet."""
@@ -237,13 +237,13 @@ class Judge:
         """So many bytes count now."""
 
     def landed(self, batch: "Batch") -> None:
-        """All that landed together counts now, if its batch is whole; `batch` was the last."""
+        """Called after `lands`, and `counts` if batches became whole; `batch` landed last."""
 
 
 class Following:
     """A source that is read from: asks it whether it still serves, and how much of it is there.
-
-    After `limit_s` without an answer another source is better.
+    After `limit_s` without an answer another source is better. `progress` says in a SourceLost how
+    much was read until then, and changes nothing.
     """
 
     def __init__(
@@ -255,28 +255,26 @@ class Following:
         source = supply.feed.source
         self.is_near: bool = peers.is_near([state.agent for state in supply.feed.states])
         there, is_eager = source.is_there, not self.is_near
+        # For a relay's next blocks. `silence` is for answers: it alone prefers another source.
         self._patience = SourceWait(source.replica, deadline, there, is_eager=is_eager)
         self.silence: SourceWait = SourceWait(
             source.replica, deadline, source.is_there, source.has_other, limit_s
         )
-        # As each rank was last seen.
+        # As each rank was last seen. Of a full source this is never asked: its words may say less,
+        # as a rank may learn late that it is full.
         self._positions = [ALL_BLOCKS if source.is_full else 0] * len(supply.feed.states)
 
     def has(self, needs: Mapping[int, int]) -> bool:
-        """Whether each rank was seen to have as many blocks as it needs to."""
+        """Whether each rank was seen to have as many blocks as `needs` says of it."""
         return all(self._positions[rank] >= needed for rank, needed in needs.items())
 
     def ask(self, rank: int) -> None:
-        """Read the word of a rank again.
-
-        Raises:
-            SourceLost: It serves something else, or is gone.
-        """
+        """Read a rank's word again. Raises: SourceLost: It serves something else, or is gone."""
         word = self._peers.word(self.feed.states[rank], self._deadline, self.look)
         self.silence.reset()
         if word.mark != self.feed.source.mark:
             raise self.lost(rank, "it does not serve it any more").orderly()
-        if not self.feed.source.is_full:  # a full one may have learned late that it is
+        if not self.feed.source.is_full:
             self._positions[rank] = word.position
 
     def rate(self, ranks: Iterable[int]) -> int:
@@ -297,15 +295,14 @@ class Following:
     def look(self) -> None:
         """Note that an answer is still awaited.
 
-        Raises:
-            SourceLost: It is gone, or mute while another is not. Its processes are disconnected.
+        Raises: SourceLost: The source is gone, or mute while another is not; it is disconnected.
         """
         try:
             self.silence.look(f"{self.feed.source.replica!r} does not answer")
         except SourceLost as lost:
             for state in self.feed.states:
                 self._peers.leave(state.agent)
-            again = SourceLost(lost.replica, lost.what, *self._so_far())
+            again = SourceLost(lost.replica, lost.what, *self._so_far())  # with what was read
             raise (again.orderly() if lost.is_orderly else again) from lost
 
     def lost(self, rank: int, reason: str) -> SourceLost:

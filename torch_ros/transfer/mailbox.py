@@ -55,14 +55,16 @@ def region_of(buffer: npt.NDArray[np.uint8]) -> Region:
 
 @dataclass(slots=True)
 class _ManifestBuffer:
+    """A manifest in memory that peers read, and the notice that tells them where."""
+
     manifest: Manifest
     memory: LastingMemory
     registration: Registration
     notice: bytes = b""  # as it goes into the mailbox; empty: the manifest is not written
 
     def write(self, manifest: Manifest, content: bytes) -> None:
-        """Overwrite it. A reader that got the old bytes notices: their digest does not match."""
-        self.notice = b""  # should Ctrl-C come before the next one is there
+        """Overwrite the manifest. A reader that gets a mix of bytes sees that by the digest."""
+        self.notice = b""  # not written, should Ctrl-C come before the next notice is there
         self.manifest = manifest
         buffer = self.memory.bytes
         buffer[: len(content)] = np.frombuffer(content, np.uint8)
@@ -86,14 +88,14 @@ class Mailbox:
         self._transport, self._before_withdraw = transport, before_withdraw
         self._lasting = LastingMemory(MAILBOX_BYTES)
         self._memory = self._lasting.bytes
-        self._word = self._memory[:WORD_BYTES].view(np.uint64)  # aligned: read whole or not at all
-        self._rate = self._memory[-RATE_BYTES:].view(np.uint64)  # the same
+        self._word = self._memory[:WORD_BYTES].view(np.uint64)  # aligned: read whole
+        self._rate = self._memory[-RATE_BYTES:].view(np.uint64)  # aligned too
         self._own = transport.register([region_of(self._memory)])
         where = self._own.descriptor, self._memory.ctypes.data
         self.card: bytes = msgspec.msgpack.encode(
             Card(transport.agent, transport.connection, *where)
         )
-        self._tensors: Registration | None = None
+        self._tensors: Registration | None = None  # of `regions`
         self.regions: tuple[Region, ...] = ()  # of what is shown; the same until it changes
         self._manifests: list[_ManifestBuffer] = []  # the first one is shown
 
@@ -142,6 +144,7 @@ class Mailbox:
             self._post(now)
 
     def _post(self, manifest: Manifest) -> None:
+        """Have the mailbox name this manifest, which is written only if it is not kept already."""
         written = next((each for each in self._manifests if each.manifest == manifest), None)
         if written is None or not written.notice:
             written = self._written(manifest)
@@ -182,7 +185,7 @@ class Mailbox:
         self._word[0] = 0
 
     def withdraw(self) -> None:
-        """Show nothing. Afterwards the memory may be freed. Idempotent."""
+        """Show nothing. Afterwards the tensors' memory may be freed. Idempotent."""
         self._memory[:] = 0
         while self._manifests:  # none that is closed stays, should Ctrl-C come
             self._manifests.pop().close()
@@ -194,7 +197,7 @@ class Mailbox:
     def close(self) -> None:
         self.withdraw()
         self._own.close()
-        # Its place may become another's: who still holds this one writes elsewhere.
+        # That memory may become another mailbox's: what is still called here writes elsewhere.
         self._memory = np.zeros(MAILBOX_BYTES, np.uint8)
         self._word = self._memory[:WORD_BYTES].view(np.uint64)
         self._rate = self._memory[-RATE_BYTES:].view(np.uint64)

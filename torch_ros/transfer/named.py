@@ -25,8 +25,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def tensors_of(given: Named) -> Mapping[str, torch.Tensor]:
     """The tensors that `given` has now.
 
-    Raises:
-        UsageError: A module whose state_dict() has tensors that are not its own.
+    Raises: UsageError: A module whose state_dict() has tensors that are not its own.
     """
     if isinstance(given, torch.nn.Module):
         return _of_module(given)
@@ -55,7 +54,7 @@ class NamedTensors:
     """The user's own tensors, and where they were when they were registered.
 
     Args:
-        tensors: Those that `tensors_of` has found in `given`; plain tensors, all of them.
+        tensors: Those that `tensors_of` has found in `given`, by fqn; all are tensors.
     """
 
     def __init__(self, given: Named, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -66,11 +65,11 @@ class NamedTensors:
         plain = [(fqn, own) for fqn, t in tensors.items() if fqn not in sharded for own in _own(t)]
         self._plain, self._sharded = [own for _, own in plain], list(sharded.values())
         self._names = [*(fqn for fqn, _ in plain), *sharded]
-        # Strides are dear, and a contiguous tensor's shape says them.
+        # How to ask each for its strides: they are dear, and a contiguous tensor's shape says them.
         is_contiguous, stride = torch.Tensor.is_contiguous, torch.Tensor.stride
         self._cuts = [is_contiguous if is_contiguous(t) else stride for t in self._local]
         self._places = list(self._now())
-        self._is_in_use = isinstance(given, Mapping | torch.nn.Module)
+        self._is_in_use = isinstance(given, Mapping | torch.nn.Module)  # a function may make copies
 
     @property
     def is_looked_up(self) -> bool:
@@ -88,10 +87,8 @@ class NamedTensors:
         return self._plain + [tensor._local_tensor for tensor in self._sharded]  # noqa: SLF001
 
     def _now(self) -> Iterator[tuple[object, ...]]:
-        """Yield where each tensor is, and how it is cut.
-
-        One pass, and nothing is kept: a step leaves none of these tensors in the caches, and
-        fetching one takes longer than asking it.
+        """Yield where each tensor is, and how it is cut. One pass, and nothing is kept: a step
+        leaves none of these tensors in the caches, and fetching one takes longer than asking it.
         """
         local = self._local
         addresses, shapes = map(torch.Tensor.data_ptr, local), map(torch.Tensor.size, local)
@@ -108,17 +105,18 @@ class NamedTensors:
 
     @property
     def is_current(self) -> bool:
-        """Whether a look at what owns them would find the same, where it was."""
+        """Whether `given` has these tensors still, where they were; False for a function."""
         if isinstance(self.given, Mapping):
             return self._has_same(self.given) and not self.moved
         return self._owners is not None and self._owners.are_same() and not self.moved
 
     def others(self, now: NamedTensors) -> list[str]:
-        """The fqns by which `now` has other memory, or shapes, than these had, or one has none."""
+        """The fqns whose tensors have other memory or shapes in `now`, or that only one has."""
         there, here = self._by_name(), now._by_name()
         return [fqn for fqn in {**there, **here} if there.get(fqn) != here.get(fqn)]
 
     def _by_name(self) -> dict[str, list[object]]:
+        """By fqn, what `others` compares: shape, dtype, and the place of each box of the tensor."""
         found: dict[str, list[object]] = {
             fqn: [tensor.shape, tensor.dtype] for fqn, tensor in self.tensors.items()
         }
@@ -127,9 +125,9 @@ class NamedTensors:
         return found
 
     def require_in_use(self, call: str) -> None:
-        """Look once more, the first time, whether what is filled is there to be found by others.
+        """Before the first read, call a function that gave the tensors once more, to compare.
 
-        Raises: UsageError: A function that makes copies gave them.
+        Raises: UsageError: It makes copies, in which nobody else would see what is read.
         """
         if self._is_in_use:
             return
@@ -143,7 +141,7 @@ class NamedTensors:
         self._is_in_use = True
 
     def are(self, given: Named) -> bool:
-        """Whether these are the same objects, by the same names, and lie where they did."""
+        """Whether `given` has these very objects, by the same names, each where it was."""
         if self.is_looked_up or not isinstance(given, Mapping):
             return given is self.given and self.is_current
         return self._has_same(given) and not self.moved

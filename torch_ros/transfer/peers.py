@@ -46,6 +46,8 @@ _UNUSABLE = (msgspec.MsgspecError, UsageError, ValueError, ArithmeticError, Type
 
 @dataclass(frozen=True, slots=True)
 class PeerState:
+    """What a process shows in its mailbox, at one look."""
+
     agent: str
     mailbox_address: int
     word: Word
@@ -59,9 +61,10 @@ class _Question:
 
     buffer: npt.NDArray[np.uint8]
     transfer: Transfer
-    is_late: bool = False  # still in flight: an earlier caller ran out of time
+    is_late: bool = False  # in flight still: whoever asked ran out of time
 
     def ask(self, deadline: Deadline, still: Callable[[], None]) -> bytes:
+        """Return what is there now; `still` is called while an answer is waited for."""
         while self.is_late and not self.transfer.is_done():  # those bytes are of no use
             deadline.check("an earlier answer is still to be read")
             still()
@@ -70,12 +73,13 @@ class _Question:
         try:
             perform([self.transfer], deadline, Watcher(still), pause_s=0.0)
         except TorchRosError as error:
-            self.is_late = not isinstance(error, TransferFailed)  # which has ended it
+            self.is_late = not isinstance(error, TransferFailed)  # a transfer that failed has ended
             raise
         return self.buffer.tobytes()
 
 
-# Of a mailbox, each question: the first byte, how many, and where they lie in a reader's buffer.
+# Each question's bytes of a mailbox: the first one, how many, and their place in a reader's buffer,
+# which is their own: a late answer lands over no other.
 _PARTS = {
     "whole": (0, MAILBOX_BYTES, 0),
     "word": (0, WORD_BYTES, MAILBOX_BYTES),
@@ -93,6 +97,7 @@ class PeerMailbox:
         self._questions: dict[str, _Question] = {}
 
     def question(self, what: Asked) -> _Question:
+        """Return that question, which stays prepared: it is asked again and again."""
         if what not in self._questions:
             first, size, place = _PARTS[what]
             part = self._buffer[place : place + size]
@@ -139,10 +144,9 @@ class Peers:
         `still` is called while an answer is waited for.
 
         Args:
-            serves: Nothing more is asked of a process that serves nothing.
+            serves: True: only the word is asked of a process that serves nothing.
 
-        Raises:
-            TransferFailed: The process is gone, or shows what cannot be read.
+        Raises: TransferFailed: The process is gone, or shows what cannot be read.
         """
         with _believing("?", "its card"):
             where = Card.decode(card)
@@ -169,8 +173,7 @@ class Peers:
     ) -> tuple[str, Manifest]:
         """Return the agent behind `card`, connected, and the manifest that it shows now.
 
-        Raises:
-            TransferFailed: It is gone, shows nothing, or rewrote it while it was read.
+        Raises: TransferFailed: It is gone, shows nothing, or rewrote it while it was read.
         """
         state = self.state(card, deadline, still)
         if state.manifest is None:
@@ -180,11 +183,7 @@ class Peers:
     def word(
         self, where: Card | PeerState, deadline: Deadline, still: Callable[[], None] = lambda: None
     ) -> Word:
-        """Read the word of that process, which is connected.
-
-        Raises:
-            TransferFailed: It is gone.
-        """
+        """Read the word of that process, which is connected. Raises: TransferFailed: It is gone."""
         return Word.unpack(int.from_bytes(self._ask(where, "word", deadline, still), "little"))
 
     def rate(
@@ -192,8 +191,7 @@ class Peers:
     ) -> int:
         """Read how fast bytes land at that process, which is connected; 0: not known.
 
-        Raises:
-            TransferFailed: It is gone.
+        Raises: TransferFailed: It is gone.
         """
         return int.from_bytes(self._ask(where, "rate", deadline, still), "little")
 
@@ -232,7 +230,7 @@ class Peers:
     def forget(self, agent: str) -> None:
         """Disconnect from an agent, so that the next `state` starts afresh."""
         if any(box.is_late for (owner, _), box in self._mailboxes.items() if owner == agent):
-            self._peers[agent].cut()
+            self._peers[agent].cut()  # closing the mailbox would wait for that answer
         self._before_forget(agent)
         self._attached.pop(agent, None)
         self._manifests.pop(agent, None)
@@ -252,10 +250,11 @@ class Peers:
             self.forget(agent)
 
     def _reach(self, where: Card) -> Peer:
+        """Connect to the process, if need be, and learn of the memory that its mailbox is in."""
         if not 0 <= where.mailbox_address <= ADDRESS_MAX - MAILBOX_BYTES:
             raise TransferFailed(where.agent, f"no mailbox can be at {where.mailbox_address}")
         if len(self._attached.get(where.agent, ())) > ATTACHED_MAX:
-            self.forget(where.agent)  # it registers anew all the time; only a new start forgets
+            self.forget(where.agent)  # it registers ever anew, and only a new connection forgets
         with _believing(where.agent, "its card"):
             peer = self._connected(where)
         mailbox = where.agent, where.mailbox_address
@@ -285,6 +284,7 @@ class Peers:
         deadline: Deadline,
         still: Callable[[], None],
     ) -> bytes:
+        """Read a part of the mailbox of a process that is connected."""
         key = agent, address = where.agent, where.mailbox_address
         with _believing(agent, "its mailbox"):
             if key not in self._mailboxes:
@@ -292,11 +292,11 @@ class Peers:
             question = self._mailboxes[key].question(what)
         try:
             return question.ask(deadline, still)
-        except SourceLost:
+        except SourceLost:  # from `still`: nobody waits for this process any more
             self.forget(agent)
             raise
         except BaseException as error:
-            # After a deadline the answer may still come: into memory that nothing else uses.
+            # Kept after a deadline: its answer may still come, into memory that nothing else uses.
             if isinstance(error, TransferFailed) or not isinstance(error, TorchRosError):
                 self._mailboxes.pop(key).close()
             raise
@@ -320,6 +320,7 @@ class Peers:
     def _read_bytes(
         self, peer: Peer, notice: Notice, deadline: Deadline, still: Callable[[], None]
     ) -> bytes:
+        """Read the manifest that the notice tells of, into memory registered just for it."""
         address, size_bytes = notice.address, notice.size_bytes
         if not (0 < size_bytes <= MANIFEST_BYTES_MAX and 0 <= address <= ADDRESS_MAX - size_bytes):
             reason = f"its manifest cannot be {size_bytes} bytes at {address}"
@@ -333,7 +334,8 @@ class Peers:
             with closing(transfer):
                 try:
                     perform([transfer], deadline, Watcher(still))
-                except SourceLost:  # only then: others of this process may be reading from it
+                # Cut what `still` gives up. After a deadline, other threads may still read from it.
+                except SourceLost:
                     self.leave(peer.agent)
                     raise
         return buffer.tobytes()

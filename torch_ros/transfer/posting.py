@@ -20,9 +20,8 @@ SOON_S, POLL_SHARE, POLL_S_MAX = 0.001, 1 / 32, 0.005
 
 
 class Watcher:
-    """Follows the transfers of one `perform`. This one lets each be posted at once.
-
-    `still` is called again and again while something is on its way.
+    """Follows the transfers of one `perform`. This one lets each be posted at once. `still` is
+    called again and again while something is on its way.
     """
 
     def __init__(self, still: Callable[[], None] = lambda: None) -> None:
@@ -36,7 +35,7 @@ class Watcher:
         """All bytes of these transfers have landed."""
 
     def blocked(self) -> None:
-        """Nothing is in flight and the next transfer may not be posted yet: wait a little."""
+        """Wait a little: nothing is in flight, and the next transfer may not be posted yet."""
 
     def still(self, flying: Sequence[Transfer]) -> None:  # noqa: ARG002
         self._still()
@@ -52,6 +51,10 @@ def perform(
     pause_s: float = POLL_S,
 ) -> None:
     """Post the transfers in order and see them through. After an error some may be in flight.
+
+    Args:
+        flight, flight_bytes: So many are in flight at most, or of so many bytes; one always may be.
+        pause_s: Sleep so long, or longer, between two looks at them.
 
     Raises:
         TransferFailed: A peer is gone.
@@ -107,11 +110,10 @@ def parts(spans: Spans) -> list[Spans]:
 
 
 def joined(spans: Spans) -> Spans:
-    """Return the same bytes with spans joined that touch on both sides, as tensors may lie.
-
-    A joined span stands where the first of its spans stood.
+    """Return the same bytes with spans joined that touch on both sides, as tensors may lie. A
+    joined span stands where the first of its spans stood.
     """
-    # Spans that touch on both sides are as far from source to target, and so stand together here.
+    # By the distance from source to target, which spans that touch on both sides have in common.
     order = np.lexsort((spans[:, 0], spans[:, 1] - spans[:, 0]))
     source, target, size = spans[order].T
     touches = (source[:-1] + size[:-1] == source[1:]) & (target[:-1] + size[:-1] == target[1:])
@@ -124,10 +126,8 @@ def joined(spans: Spans) -> Spans:
 
 
 def cut(spans: Spans) -> Spans:
-    """Return the same bytes in spans of at most `TRANSFER_BYTES`.
-
-    On one host a span is one long copy: meanwhile this process looks neither at the clock nor
-    after its own readers.
+    """Return the same bytes in spans of at most `TRANSFER_BYTES`. On one host a span is one long
+    copy: meanwhile this process looks neither at the clock nor after its own readers.
     """
     if int(spans[:, 2].max()) <= TRANSFER_BYTES:
         return spans

@@ -37,6 +37,7 @@ STREAMED_MAX = 1024  # instead of 16: a stream makes a read of each buffer that 
 SLOW_BYTES_PER_S = 20e6
 STEPS_FLIGHT = FLIGHT * TRANSFER_BYTES // STEP_BYTES  # transfers in flight that are short
 
+# Of prepared batches: for each process its plan, agent, descriptor and addresses; the target's.
 _Key = tuple[tuple[tuple[int, str, bytes, tuple[int, ...]], ...], tuple[int, ...]]
 
 
@@ -107,7 +108,7 @@ class Reading:
             room.close()
 
     def costs(self, agents: Iterable[str]) -> Costs:
-        """Those of reads from these, which are connected."""
+        """The costs of reads from these agents, which are connected."""
         return self._costs or self.peers.costs(agents)
 
     def plan(
@@ -224,6 +225,8 @@ class Reading:
 
 
 class ReadPass(Watcher):
+    """One pass of a read over its sources: follows each batch from its first byte to its count."""
+
     def __init__(
         self,
         peers: Peers,
@@ -242,11 +245,14 @@ class ReadPass(Watcher):
         if len(supplies) == 1 and (judge := supplies[0].feed.source.judge) is not None:
             self._judge = judge(self._sources[0], progress)
         else:
-            progress.tell_rate(0)
+            progress.tell_rate(0)  # nobody measures it here
         self._batch_of: dict[Transfer, Batch] = {}
         self._left: dict[Batch, int] = {}  # transfers of it that have not landed
 
     def perform(self, batches: Sequence[Batch]) -> None:
+        """Read the batches and count them, in order. A batch of staged pieces alone has nothing to
+        post: they are read while it is counted.
+        """
         self._judge.begins(batches)
         self._left = {batch: len(batch.transfers) for batch in batches}
         self._batch_of = {each: batch for batch in batches for each in batch.transfers}
@@ -254,7 +260,7 @@ class ReadPass(Watcher):
         for batch in batches:
             if batch.transfers:
                 waiting.append(batch)
-            else:  # only staged: all batches before it go first
+            else:  # only staged: all batches before it go first, so that all count in order
                 self._post(waiting)
                 waiting = []
                 while not self._sources[batch.supply].has(batch.needs):
@@ -263,6 +269,7 @@ class ReadPass(Watcher):
         self._post(waiting)
 
     def lost(self, error: TransferFailed) -> SourceLost:
+        """Say of which source the process is that has failed, and how far the read is."""
         return next(
             source.lost(rank, error.reason)
             for source in self._sources
@@ -281,6 +288,7 @@ class ReadPass(Watcher):
         return self._sources[batch.supply].has(batch.needs)
 
     def landed(self, transfers: Sequence[Transfer]) -> None:
+        """Count the batches that are whole now: those of one source by one look at its words."""
         self._judge.lands(sum(each.size_bytes for each in transfers))
         ended: list[Batch] = []
         for batch in (self._batch_of[transfer] for transfer in transfers):
@@ -300,6 +308,7 @@ class ReadPass(Watcher):
         self._judge.resumes()
 
     def still(self, flying: Sequence[Transfer]) -> None:
+        """Note the silence of the sources of these transfers; no answer is due from the others."""
         if flying:
             self._judge.looks()
         waited_for = {self._batch_of[transfer].supply for transfer in flying}
@@ -310,9 +319,9 @@ class ReadPass(Watcher):
                 source.silence.reset()
 
     def _count_if_served(self, batches: Sequence[Batch]) -> None:
-        """Read the staged parts of batches of one source; count them if they count.
+        """Read the staged parts of batches of one source; count these if it serves them still.
 
-        All their other bytes have landed.
+        All their other bytes have landed, and a source changes its word before it writes again.
         """
         source = self._sources[batches[0].supply]
         landed = [each for batch in batches for each in batch.transfers]
@@ -321,7 +330,7 @@ class ReadPass(Watcher):
         bytes_read = sum(each.size_bytes for each in landed)
         for rank in sorted({rank for batch in batches for rank in batch.needs}):
             source.ask(rank)
-        source.feed.source.check()
+        source.feed.source.check()  # raises without a seat: another process may have it by now
         blocks = np.concatenate([batch.blocks for batch in batches])
         self._progress.add(self._phase.blocks[blocks], bytes_read)
         self._progress.note_ways(landed)
@@ -329,6 +338,9 @@ class ReadPass(Watcher):
         self._judge.counts(bytes_read)
 
     def _read_staged(self, batch: Batch) -> list[Transfer]:
+        """Read the staged pieces of a batch through the buffer, group after group, to their places.
+        Return the transfers, all of which have landed, for the counts.
+        """
         source = self._sources[batch.supply]
         watcher = Watcher(source.look)
         for group in batch.staged:

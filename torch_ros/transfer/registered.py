@@ -36,7 +36,7 @@ class Buffer:
         """The first byte of a content is about to be written."""
 
     def end(self, contents: Iterable[torch.Tensor]) -> None:
-        """The last byte was written. They are what lies in it."""
+        """The last byte was written; `contents` lie in it."""
 
     def shown(self, registered: LocalState) -> None:
         """It is registered, and what was published before is unpublished. The word is 0."""
@@ -70,10 +70,10 @@ class LocalState:
     paths: Mapping[str, tuple[str | int, ...]]
 
     pools: Sequence[torch.Tensor] = ()  # buffers that tensors lie in, to be registered whole
-    buffer: Buffer | None = None  # that has those in host memory, if this is a copy
+    buffer: Buffer | None = None  # if this is a copy: has those of its tensors in host memory
     sharded: Sequence[torch.Tensor] = ()  # the DTensors that some of `tensors` are parts of
     named: NamedTensors | None = None  # the user's own, where they are all of it
-    known: LocalState | None = None  # this, as it is registered, with other content in its objects
+    known: LocalState | None = None  # registered, and equal to this but for its objects' content
 
     @classmethod
     def of(cls, given: Named) -> LocalState:
@@ -82,7 +82,9 @@ class LocalState:
         return cls(local_chunks(tensors), {}, {}, named=NamedTensors(given, tensors))
 
     def holding(self, objects: Mapping[str, torch.Tensor]) -> LocalState:
-        """This, which is registered, with objects of the same sizes in its own once it is shown."""
+        """This state, which is registered, with `objects`, of the same sizes as those that it has.
+        When the new state is shown, they are copied over those; nothing is registered anew.
+        """
         state = copy(self)
         state.objects, state.known = objects, self
         return state
@@ -126,7 +128,7 @@ class LocalState:
 
     @property
     def sharding(self) -> Sharding:
-        """The boxes that are here."""
+        """The boxes that are here, as other ranks compare them."""
         return sharding(self.layout)
 
     @property
@@ -155,10 +157,9 @@ class LocalState:
 
     @cached_property
     def overlaps(self) -> Ints | None:
-        """For each block, a number that it shares with blocks of overlapping memory.
-
-        -1: it shares none; None: none does. Ties do not count, since they are one memory. Columns
-        of one buffer count, since the bytes from the first to the last element are looked at.
+        """For each block, a number that blocks of overlapping memory share; -1: it overlaps none.
+        None: no block does. Ties do not count: they are one memory, and read once. Columns of one
+        buffer count, since the bytes from the first to the last element are looked at.
         """
         starts, sizes = np.array([span_of(tensor) for tensor in self.memory]).reshape(-1, 2).T
         sizes[list(self.ties)] = 0
@@ -180,7 +181,7 @@ class LocalState:
     @property
     def regions(self) -> list[Region]:
         """The memory to register, in order; none is empty."""
-        pools = _regions(pool for pool in self.pools if pool.numel())
+        pools = _regions(pool for pool in self.pools if pool.numel())  # in place of what is inside
         regions = _regions(tensor for tensor in self.memory if tensor.numel())
         if self.cuda_devices:
             regions = as_segments(regions, _cuda_segments())
@@ -204,7 +205,7 @@ class LocalState:
 
     @cached_property
     def tracked(self) -> Sequence[torch.Tensor]:
-        """Those of which autograd counts how often they were written."""
+        """Memory of which autograd counts how often it was written: not of inference tensors."""
         return [tensor for tensor in self.memory if not tensor.is_inference()]
 
     def digests(self, depth: Depth) -> tuple[int, ...]:
@@ -261,9 +262,8 @@ def as_segments(regions: Iterable[Region], segments: Iterable[Region]) -> set[Re
 
 
 def _cuda_segments() -> list[Region]:
-    """Return the segments of torch's allocator, one cudaMalloc each, to be registered whole.
-
-    A registration of a part of one costs as much, and with cuda_ipc a peer maps all of it anyway.
+    """Return the segments of torch's allocator, one cudaMalloc each, to be registered whole. A
+    registration of a part of one costs as much, and with cuda_ipc a peer maps all of it anyway.
     Segments that can grow are none of these.
     """
     if torch.cuda.get_allocator_backend() != "native":
@@ -287,5 +287,5 @@ def finish_kernels(devices: Iterable[torch.device]) -> None:
 
 
 def mark_written(registered: LocalState) -> None:
-    """Let autograd notice that these were overwritten behind its back."""
+    """Tell autograd that these were overwritten: a backward that has saved one then raises."""
     torch.autograd.graph.increment_version(registered.tracked)

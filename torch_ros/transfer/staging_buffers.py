@@ -20,16 +20,19 @@ from torch_ros.weights.staging import StagedCopy, copy_staged
 ALIGNMENT_BYTES = 64
 
 Places = Sequence[tuple[int, StagedCopy]]
-"""Pieces that are in a buffer at the same time, each with its offset there."""
+"""Pieces of a group, each with its offset in the buffer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedGroup:
+    """Pieces that are in a buffer at the same time, and the transfers that bring them there."""
+
     buffer: torch.Tensor
     places: Places
     transfers: Sequence[Transfer]
 
     def copy_out(self, memory: Sequence[torch.Tensor]) -> None:
+        """Copy the pieces, which have landed, to their places in the chunks."""
         for offset, piece in self.places:
             copy_staged(self.buffer[offset:], piece, memory[piece.target_chunk])
         if self.buffer.is_cuda:  # the next group overwrites the buffer copied from
@@ -61,7 +64,7 @@ class Staging:
 
     def _on(self, device: torch.device) -> torch.Tensor:
         if device not in self._buffers:
-            buffer = torch.empty(
+            buffer = torch.empty(  # a piece of `size_bytes` takes up to an alignment more
                 self.size_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device=device
             )
             region = Region(buffer.data_ptr(), buffer.nbytes, buffer.get_device())

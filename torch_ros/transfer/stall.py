@@ -15,12 +15,12 @@ BLINK_S = 0.1  # of a wait counts at most: this process may have been stopped me
 
 
 class SourceWait:
-    """A wait for a source.
+    """A wait for a source: for an answer, if it `has_other`, or else for progress.
 
     Args:
-        is_there: Asked every `STALL_S` while nothing comes.
-        has_other: Asked then too, after `limit_s`, with how long that is. None: the source answers,
-            and is not left.
+        is_there: Asks the store for the source, every `STALL_S` while nothing comes.
+        has_other: After `limit_s`, asks then too whether another source is better, given for how
+            long nothing came. None: the source answers, and is not left for another.
         is_eager: For `EAGER_S` it is asked without pauses that grow: over many hosts a chain waits
             at each hop for the next question. On one host those that copy need the processors.
     """
@@ -60,13 +60,13 @@ class SourceWait:
         if self.still_s < self._ask_s:
             return
         self._ask_s = self.still_s + STALL_S
-        if self.still_s < self._limit_s:  # not a second later than another one is better
+        if self.still_s < self._limit_s:  # the next question comes at `limit_s`, not behind it
             self._ask_s = min(self._ask_s, self._limit_s)
         if not self._is_there():
             raise SourceLost(self._replica, f"it is gone, and {reason}", 0, 0).orderly()
         if self._has_other and self.still_s >= self._limit_s and self._has_other(self.still_s):
             raise SourceLost(self._replica, f"{reason}, for {self.still_s:.1f} s", 0, 0)
-        self._looked_s = time.monotonic()
+        self._looked_s = time.monotonic()  # the time of these questions is no silence
 
     def wait(self, reason: str) -> None:
         """Look, then sleep: at last each time a little longer."""
