@@ -60,7 +60,7 @@ def folders(
 
 def _upward(top: PurePosixPath, own: PurePosixPath, root: str) -> Iterator[PurePosixPath]:
     """From a process's own group up to the mount point, at which there is the group `root`."""
-    # One that is outside of what is mounted has no folder: nothing but the top is told of it.
+    # A group outside of what is mounted has no folder: of those around it only the top is seen.
     parts = own.relative_to(root).parts if own.is_relative_to(root) else ()
     if ".." not in parts:
         yield from (top.joinpath(*parts[:depth]) for depth in range(len(parts), 0, -1))

@@ -83,6 +83,8 @@ _inherited: list[str] = []  # agents that were open when this process was forked
 
 
 class NixlRegistration:
+    """A `Registration`. Its descriptor has three parts for each device, as `_register` says."""
+
     def __init__(self, transport: NixlTransport, regions: Sequence[Region]) -> None:
         self._transport = transport
         self.is_open: bool = True
@@ -98,6 +100,7 @@ class NixlRegistration:
         )
 
     def _register(self, cover: Cover) -> tuple[bytes, bytes, bytes]:
+        """Register a cover; for peers, return its key and device, its bounds, and NIXL's bytes."""
         nixl = self._transport.nixl
         rows = (cover.starts, cover.ends - cover.starts, np.full_like(cover.starts, cover.key))
         listed = bindings.nixlRegDList(_kind(cover.device), np.stack(rows, axis=1))
@@ -118,7 +121,7 @@ class NixlRegistration:
         if transport.is_foreign:
             return
         with transport.lock:
-            self.is_open = False
+            self.is_open = False  # no read into it is posted from here on
             reads = [read for link in transport.links.values() for read in link.reads]
         for read in reads:
             # UCX would go on writing through a registration that is gone.
@@ -132,6 +135,8 @@ class NixlRegistration:
 
 
 class NixlTransfer:
+    """A `Transfer`: a handle of NIXL's, and how far it is."""
+
     def __init__(
         self, link: _Link, handle: int, size_bytes: int, targets: AbstractSet[NixlRegistration]
     ) -> None:
@@ -163,6 +168,7 @@ class NixlTransfer:
             return self._state == "done"
 
     def _follow(self, call: Callable[..., Any], *arguments: bytes) -> None:
+        """Make a call of NIXL's about this read, and note from its answer how the read is."""
         self._state = "in flight"  # it may be, if Ctrl-C comes between the call and its answer
         try:
             if call(self._handle, *arguments) != bindings.NIXL_IN_PROG:
@@ -180,7 +186,7 @@ class NixlTransfer:
             self.release()
 
     def settle(self) -> None:
-        """Wait until no byte of it can land any more."""
+        """Wait until no byte of it can land any more; at last by ending more than this read."""
         transport = self._link.transport
         wait_s = _LINGER_S + self.size_bytes / _LINGER_BYTES_PER_S
         deadline = time.monotonic() + wait_s
@@ -238,19 +244,17 @@ class _Link:
                 raise TransferFailed(self.agent, reason) from error
 
     def load(self, blob: bytes) -> None:
+        """Tell NIXL of the agent: first how to connect, later of its registrations."""
         self.where = self.where or blob
         with self.calls() as nixl:
             if nixl.loadRemoteMD(blob).decode() != self.agent:
                 raise TransferFailed(self.agent, "these bytes are of another agent")
 
     def ping(self) -> None:
-        """Read one byte of the agent.
+        """Read one byte of the agent, to see that it is there: `load` makes no connection. Worse,
+        if the agent is gone, NIXL forgets half of it there, and later refuses to know it again.
 
-        Loading something makes no connection. Worse, when the agent is gone NIXL forgets half of
-        it, and later refuses to know it again.
-
-        Raises:
-            TransferFailed: It is gone, or does not answer in time.
+        Raises: TransferFailed: It is gone, or does not answer in time.
         """
         read = self.create(self._ping, HOST, HOST, frozenset())
         try:
@@ -265,7 +269,7 @@ class _Link:
             self.ping_s = min(self.ping_s, time.monotonic() - read.posted_s)
         finally:
             with self.transport.lock:
-                read.release()  # if it is in flight: nobody minds where its byte lands
+                read.release()  # if it is in flight: its byte lands where nobody looks
 
     def create(
         self,
@@ -284,7 +288,7 @@ class _Link:
             return NixlTransfer(self, handle, int(pieces[:, 2].sum()), targets)
 
     def cut(self) -> None:
-        """End the connection below reads that are in flight, and so these; over TCP only."""
+        """End reads in flight by ending the silent connections below them; over TCP only."""
         with self.transport.lock:
             # A copy: a read that has failed is released, and leaves the set.
             flying = [read for read in tuple(self.reads) if read.is_landing()]
@@ -326,7 +330,7 @@ class NixlPeer:
         if agent.decode() != self.agent:
             raise TransferFailed(self.agent, "the descriptor is not of this agent")
         link = self._link
-        link.ping()
+        link.ping()  # NIXL must not be told more of an agent that is gone
         for head, bounds, blob in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
             key, device = np.frombuffer(head, np.int64).tolist()
             cover = Cover(key, device, *np.frombuffer(bounds, np.uint64).reshape(2, -1))
@@ -365,7 +369,7 @@ class NixlPeer:
             return
         with link.transport.lock:
             link.peers.discard(self)
-            left = () if link.peers else tuple(link.reads)
+            left = () if link.peers else tuple(link.reads)  # this was the last peer
         for read in left:
             read.settle()
         with link.transport.lock:
@@ -397,9 +401,8 @@ class NixlTransport:
             UCX_NET_DEVICES says. None: all ways that it has.
         connect_s: For the first answer of a peer.
 
-    Raises:
-        UsageError: This process was forked from one that had an open transport; or UCX can use
-            none of the interfaces.
+    Raises: UsageError: This process was forked from one that had an open transport; or UCX can use
+        none of the interfaces.
     """
 
     is_copied_from: bool = False  # UCX may; it does not say
@@ -432,13 +435,15 @@ class NixlTransport:
         config.pthrDelay = _PROGRESS_DELAY_US
         config.syncMode = bindings.NIXL_THREAD_SYNC_NONE  # our lock is around every call
         self.nixl: Any = bindings.nixlAgent(self.agent, config)
+        # UCX does not tell its sockets: `_Link.cut` finds a silent peer's by the epolls that appear
+        # while UCX begins, for one agent at a time.
         with _making:
             others = sockets.epolls()
             self._begin_ucx(interfaces)
             self.epolls: tuple[int, ...] = sockets.nested(sockets.epolls() - others)
         _transports.add(self)
 
-        # Peers read the first byte, to see that this agent is there; the second takes theirs.
+        # Peers read the first byte, to see that this agent is there; theirs comes into the second.
         self._ping_bytes = np.zeros(2, np.uint8)
         region = Region(self._ping_bytes.ctypes.data, self._ping_bytes.nbytes)
         registration = NixlRegistration(self, [region])
@@ -511,7 +516,7 @@ class NixlTransport:
             return
         with self.lock:
             reads = [read for link in self.links.values() for read in link.reads]
-        for read in reads:
+        for read in reads:  # without the lock: it may take seconds
             read.settle()
         with self.lock:
             self.end("it was closed")

@@ -20,9 +20,8 @@ class Pages:
     def follow(
         self, regions: Sequence[Region], bytes_left: Mapping[str, int] = MappingProxyType({})
     ) -> None:
-        """This memory is shown from now on, in place of what was followed before.
-
-        The memory may be freed at any time.
+        """This memory is shown from now on, in place of what was followed before. The memory may be
+        freed at any time.
 
         Args:
             regions: Host memory; none: nothing is shown.

@@ -39,7 +39,7 @@ class _Link(ctypes.Structure):
 
 
 def load_first() -> None:
-    """Load this host's, if it has any."""
+    """Load this host's libraries, if it has any, before NIXL loads its copies."""
     _load(VERBS)
 
 
@@ -48,7 +48,7 @@ def warn_if_mixed() -> None:
     """Say once that something made a UCX backend before `load_first`. Nothing helps then."""
     names = [Path(path).name for path in _loaded()]
     modules = [at for at, name in enumerate(names) if name.startswith(UCX_MODULE)]
-    if modules and NETLINK in names[modules[0] :]:
+    if modules and NETLINK in names[modules[0] :]:  # loaded for that module, behind it
         log.warning(
             "NIXL was used in this process before torch_ros was imported, and its copy of %s was "
             "mixed with this host's: the process will end with SIGSEGV (exit code 139) after its "

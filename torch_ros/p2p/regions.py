@@ -27,13 +27,11 @@ class Cover:
 
 
 def merge(device: int, regions: Sequence[Region], *, key: int) -> Cover:
-    """One cover of `regions`, all on `device`.
+    """One cover of `regions`, all on `device`. Regions in host memory that touch become one. Those
+    on a GPU only do if they overlap: two allocations may lie side by side, and a registration
+    cannot span two of them there.
 
-    Regions in host memory that touch become one. Those on a GPU only do if they overlap: two
-    allocations may lie side by side, and a registration cannot span two of them there.
-
-    Raises:
-        UsageError: An empty region.
+    Raises: UsageError: An empty region.
     """
     for region in regions:
         if region.size_bytes <= 0:
@@ -59,7 +57,7 @@ def cut(agent: str, spans: Spans, sources: Sequence[Cover], targets: Sequence[Co
     if not (len(spans) and spans[:, 2].all()):
         raise UsageError("a read needs at least one span, and no span may be empty")
     rounds: list[Pieces] = []
-    rest = spans
+    rest = spans  # each round takes of every span what one region at either end has
     while len(rest):
         source_keys, source_room = room(rest[:, 0], rest[:, 2], sources)
         target_keys, target_room = room(rest[:, 1], rest[:, 2], targets)
@@ -76,9 +74,8 @@ def cut(agent: str, spans: Spans, sources: Sequence[Cover], targets: Sequence[Co
 
 
 def room(addresses: Uint64s, sizes: Uint64s, covers: Sequence[Cover]) -> tuple[Uint64s, Uint64s]:
-    """For each address: the key of a cover that has it, and the bytes from there on; else 0.
-
-    Where two cover a byte, the longer one wins, then the first one.
+    """For each address: the key of a cover that has it, and the bytes from there on; else 0. Where
+    two cover a byte, the longer one wins, then the first one.
     """
     keys, found = np.zeros_like(addresses), np.zeros_like(addresses)
     for cover in covers:

@@ -50,7 +50,7 @@ def _count(limit: float) -> float:
     try:
         return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     except OSError as error:
-        if error.errno == errno.EMFILE:
+        if error.errno == errno.EMFILE:  # not one is left, to look with
             return limit
         raise
 

@@ -36,8 +36,7 @@ def host() -> str:
 def allocate(size_bytes: int) -> mmap.mmap:
     """Memory of this process that others on this host can map.
 
-    Raises:
-        OSError: There is not as much.
+    Raises: OSError: There is not as much.
     """
     fd = os.memfd_create("torch_ros", os.MFD_CLOEXEC)
     try:
@@ -48,12 +47,10 @@ def allocate(size_bytes: int) -> mmap.mmap:
 
 
 def read_only(fd: int, size_bytes: int) -> ctypes.Array[ctypes.c_ubyte]:
-    """The first bytes of a file, mapped for as long as anybody has the answer.
+    """The first bytes of a file, mapped for as long as anybody has the answer. Inherited by `fork`.
+    A write to it ends the process.
 
-    Inherited by `fork`. A write to it ends the process.
-
-    Raises:
-        OSError: This process cannot have it.
+    Raises: OSError: This process cannot have it.
     """
     address = map_file(fd, size_bytes, 0)
     memory = (ctypes.c_ubyte * size_bytes).from_address(address)
@@ -64,8 +61,7 @@ def read_only(fd: int, size_bytes: int) -> ctypes.Array[ctypes.c_ubyte]:
 def map_file(fd: int, size_bytes: int, offset: int) -> int:
     """Map a part of a file, only to be read, and return its address until `unmap`.
 
-    Raises:
-        OSError: This process cannot have it.
+    Raises: OSError: This process cannot have it.
     """
     address: int = _libc.mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, offset)
     if address == _FAILED:

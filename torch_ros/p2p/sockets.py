@@ -59,6 +59,7 @@ def silence(epolls: Iterable[int], asked_s: float, where: bytes) -> int:
     found = [_opened(fd, inode) for epoll in epolls for fd, inode in _watched(epoll)]
     opened = [connection for connection in found if connection is not None]
     own = {connection.getsockname() for connection in opened}
+    # A connection whose other end is watched here too leads to no peer.
     others = [connection for connection in opened if connection.getpeername() not in own]
     there = [each for each in others if each.getpeername()[1].to_bytes(2, "big") in where]
     ended = [each for each in there if _is_silent(each, asked_s / 2)] or [
@@ -109,6 +110,9 @@ def _info(connection: socket.socket) -> tuple[int, ...]:
 
 
 def _is_silent(connection: socket.socket, quiet_s: float, *, needs_question: bool = False) -> bool:
+    """Whether nothing came for `quiet_s`; and, if it `needs_question`, something was sent since.
+    False for a reader's connection, on which we answer.
+    """
     try:
         info = _info(connection)
     except (OSError, struct.error):
@@ -120,9 +124,8 @@ def _is_silent(connection: socket.socket, quiet_s: float, *, needs_question: boo
 
 
 class _Drain:
-    """Throws away what comes on connections that nobody reads, as long as there are any.
-
-    After a fork the child has the descriptors and no thread: it keeps them until it ends.
+    """Throws away what comes on connections that nobody reads, as long as there are any. After a
+    fork the child has the descriptors and no thread: it keeps them until it ends.
     """
 
     def __init__(self) -> None:
@@ -152,9 +155,9 @@ class _Drain:
             time.sleep(_BUSY_S if is_busy else _IDLE_S)
 
     def _look(self, connection: socket.socket) -> None:
-        """A socket that is shut down returns nothing at once where others would block."""
+        """Throw away what has come; close the connection if it has ended, or nothing more comes."""
         try:
-            while connection.recv(1 << 20, socket.MSG_DONTWAIT):
+            while connection.recv(1 << 20, socket.MSG_DONTWAIT):  # b"", once nothing is there
                 self._kept[connection] = time.monotonic()
             has_ended = _info(connection)[0] != _ESTABLISHED
         except OSError:

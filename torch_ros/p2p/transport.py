@@ -11,10 +11,8 @@ CONNECT_S = 8.0  # for a peer's first answer
 
 
 class Registration(Protocol):
-    """Regions that peers may read, and reads may land in, until `close`.
-
-    The memory must stay allocated until `close` has returned. The same memory may be part of
-    several registrations.
+    """Regions that peers may read, and reads may land in, until `close`. The memory must stay
+    allocated until `close` has returned. The same memory may be part of several registrations.
     """
 
     descriptor: bytes  # for `Peer.attach`; opaque to everyone but the same kind of transport
@@ -35,17 +33,14 @@ class Transfer(Protocol):
     def post(self) -> None:
         """Start. May block for as long as the copy takes (same host); releases the GIL.
 
-        Raises:
-            TransferFailed: The peer is gone.
+        Raises: TransferFailed: The peer is gone.
         """
 
     def is_done(self) -> bool:
-        """Whether every byte has landed; makes progress, so call it until it says so.
+        """Whether every byte has landed; makes progress, so call it until it says so. May block for
+        as long as the copy takes (same host); releases the GIL.
 
-        May block for as long as the copy takes (same host); releases the GIL.
-
-        Raises:
-            TransferFailed: The peer is gone, or the read failed. It has then terminated.
+        Raises: TransferFailed: The peer is gone, or the read failed. It has then terminated.
         """
 
     def close(self) -> None:
@@ -64,15 +59,13 @@ class Peer(Protocol):
     def attach(self, descriptor: bytes) -> None:
         """Learn of a registration of this peer, so that its memory can be read.
 
-        Raises:
-            TransferFailed: The peer cannot be reached, or the descriptor is not of this peer.
+        Raises: TransferFailed: The peer cannot be reached, or the descriptor is not of this peer.
         """
 
     def is_beyond(self, limit_s: float) -> bool:
-        """Whether each of some one-byte reads took longer; asks no more once one did not.
+        """Whether each of some one-byte reads took longer. The first one that did not is the last.
 
-        Raises:
-            TransferFailed: The peer is gone.
+        Raises: TransferFailed: The peer is gone.
         """
 
     def prepare(
@@ -86,21 +79,17 @@ class Peer(Protocol):
             source_device: The device of all source addresses: `HOST` or a CUDA device of the peer.
             target_device: The device of all target addresses, likewise, of this process.
 
-        Raises:
-            TransferFailed: Memory that is not attached or not registered, or the peer is gone.
+        Raises: TransferFailed: Memory that is not attached or not registered, or the peer is gone.
         """
 
     def cut(self) -> None:
-        """Have reads in flight end, if there is a way: it does not answer.
-
-        The connection may be of no use afterwards: close it. Others of this process on which an
-        answer is due may end too.
+        """Have reads in flight end, if there is a way: it does not answer. The connection may be of
+        no use afterwards: close it. Others of this process on which an answer is due may end too.
         """
 
     def close(self) -> None:
-        """Disconnect, so that the peer does not keep state for this process. Idempotent.
-
-        Close every read of this peer first.
+        """Disconnect, so that the peer does not keep state for this process. Idempotent. Close
+        every read of this peer first.
         """
 
 
@@ -117,8 +106,7 @@ class Transport(Protocol):
     def register(self, regions: Sequence[Region]) -> Registration:
         """Make memory readable by peers and usable as a target.
 
-        Raises:
-            UsageError: An empty region, or memory that cannot be registered.
+        Raises: UsageError: An empty region, or memory that cannot be registered.
         """
 
     def prove(self, agent: str, descriptor: bytes) -> Neighbour:
@@ -132,8 +120,7 @@ class Transport(Protocol):
     def connect(self, connection: bytes) -> Peer:
         """Know a peer. The same peer may be connected again after its `close`.
 
-        Raises:
-            TransferFailed: The peer is gone, or these are not a peer's connection bytes.
+        Raises: TransferFailed: The peer is gone, or these are not a peer's connection bytes.
         """
 
     def close(self) -> None:

@@ -56,11 +56,10 @@ class _ReplacedError(Exception):
 
 
 class Voucher:
-    """This process's, for one agent: of nothing yet.
+    """This process's voucher, for one agent; at first for no descriptor.
 
-    Raises:
-        OSError: The system has no such files; or its /proc numbers processes as another namespace
-            does, so that what is proven there is not what would be read.
+    Raises: OSError: The system has no such files; or its /proc numbers processes as another
+        namespace does, so that what is proven there is not what would be read.
     """
 
     def __init__(self, agent: str) -> None:
@@ -76,8 +75,7 @@ class Voucher:
     def show(self, digests: Iterable[bytes]) -> None:
         """From now on vouch for these, and for no others.
 
-        Raises:
-            OSError: It cannot be written; this process vouches for nothing any more.
+        Raises: OSError: It cannot be written; this process vouches for nothing any more.
         """
         try:
             fd = self._written(tuple(digests))
@@ -101,6 +99,7 @@ class Voucher:
             os.close(fd)
 
     def _written(self, digests: tuple[bytes, ...]) -> int:
+        """Return the descriptor of a new, sealed file that vouches for these."""
         content = _Content(self._agent, os.getpid(), self._started, digests)
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -126,8 +125,7 @@ class Neighbour:
     another one has got its number. So what has been found there says that it has had its number
     all the time.
 
-    Raises:
-        Unproven: There is no such process, or it is not one to be read from.
+    Raises: Unproven: There is no such process, or it is not one to be read from.
     """
 
     def __init__(self, agent: str, process: Process) -> None:
@@ -147,8 +145,7 @@ class Neighbour:
     def vouched(self) -> frozenset[bytes]:
         """Digests of the descriptors that it has registered now.
 
-        Raises:
-            Unproven: It has ended, or shows no voucher of its own.
+        Raises: Unproven: It has ended, or shows no voucher of its own.
         """
         at = f"fd/{self.process.voucher}"
         with self._lock:
@@ -174,7 +171,7 @@ class Neighbour:
                 os.close(folder)
 
     def _read(self, at: str) -> tuple[_File, frozenset[bytes]]:
-        """Look whether the file is one that only this process can have made, and what it says."""
+        """Return which file it is, and its digests, if only this process can have made it."""
         pid = self.process.pid
         # To open something else than a file may block, or do something; to find it does not.
         found = os.open(at, os.O_PATH | os.O_CLOEXEC, dir_fd=self.folder)
@@ -216,8 +213,7 @@ class Neighbour:
     def mode(self, number: int, inode: int) -> int | None:
         """How it has that file open: O_RDWR as who made it has; None: another file is there.
 
-        Raises:
-            OSError: As `read`.
+        Raises: OSError: As `read`.
         """
         lines = self.read(f"fdinfo/{number}").splitlines()
         said = dict(line.split(":", 1) for line in lines if ":" in line)
@@ -228,8 +224,7 @@ class Neighbour:
     def read(self, name: str) -> str:
         """A text of the kernel's about the process.
 
-        Raises:
-            OSError: It has ended, or the kernel does not allow it.
+        Raises: OSError: It has ended, or the kernel does not allow it.
         """
         fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.folder)
         with os.fdopen(fd, errors="replace") as file:

@@ -34,7 +34,9 @@ class _Way(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 def chosen(own: Sequence[str], theirs: Sequence[str]) -> tuple[int, int]:
-    """The ways at both ends by which a process with `own` fabrics reads one with `theirs`."""
+    """The ways here and there by which a process with `own` fabrics reads one with `theirs`: the
+    first of theirs that is also an own one, else the last one at each end.
+    """
     shared = (there for there, fabric in enumerate(theirs) if fabric in own)
     there = next(shared, len(theirs) - 1)
     here = own.index(theirs[there]) if theirs[there] in own else len(own) - 1
@@ -42,18 +44,25 @@ def chosen(own: Sequence[str], theirs: Sequence[str]) -> tuple[int, int]:
 
 
 class WaysRegistration:
+    """Registrations of the same memory, one for each way, with a descriptor of all of them."""
+
     def __init__(self, registrations: Sequence[Registration]) -> None:
         self._registrations = registrations
         descriptors = [each.descriptor for each in registrations]
         self.descriptor: bytes = msgspec.msgpack.encode(descriptors) if any(descriptors) else b""
 
     def close(self) -> None:
+        """Close all, also if one raises."""
         with contextlib.ExitStack() as stack:
             for each in self._registrations:
                 stack.callback(each.close)
 
 
 class WaysPeer:
+    """A `Peer` by one way, in the `fabric` that both ends share; `EVERYBODY`: none, over TCP. It is
+    number `there` of the peer's ways: the peer's descriptors have a part for each.
+    """
+
     agent: str
 
     def __init__(self, transport: WaysTransport, base: Peer, fabric: str, there: int) -> None:
@@ -67,7 +76,7 @@ class WaysPeer:
     def attach(self, descriptor: bytes) -> None:
         self._base.attach(part_of(self.agent, descriptor, self._there))
         if self._fabric:
-            self._transport.warn_of_distance(self, self._fabric)
+            self._transport.warn_of_distance(self, self._fabric)  # over TCP, far is no surprise
 
     def is_beyond(self, limit_s: float) -> bool:
         return self._base.is_beyond(limit_s)
@@ -106,6 +115,7 @@ class WaysTransport:
         return self._first.is_copied_from
 
     def register(self, regions: Sequence[Region]) -> WaysRegistration:
+        """Register with all ways; with none, if one of them refuses."""
         with contextlib.ExitStack() as undo:
             registrations = []
             for transport in self._transports:
@@ -119,6 +129,7 @@ class WaysTransport:
         return self._first.prove(agent, part_of(agent, descriptor, 0))
 
     def connect(self, connection: bytes) -> WaysPeer:
+        """Connect by the way that the names choose. No other is tried if that one fails."""
         try:
             theirs = msgspec.msgpack.decode(connection, type=list[_Way])
         except (msgspec.DecodeError, ValueError) as error:
@@ -159,8 +170,7 @@ class WaysTransport:
 def part_of(agent: str, descriptor: bytes, there: int) -> bytes:
     """Return what a descriptor says for one way.
 
-    Raises:
-        TransferFailed: These are other bytes.
+    Raises: TransferFailed: These are other bytes.
     """
     if not descriptor:
         return b""

@@ -34,9 +34,8 @@ def read(pid: int, spans: Spans) -> None:
         pid: A process of this process's user, in the same namespace.
         spans: A row each: address there, address here, bytes.
 
-    Raises:
-        OSError: EPERM: the kernel does not allow it (ptrace); ESRCH: the process is gone; EFAULT:
-            a byte is not there. Some bytes may have been copied.
+    Raises: OSError: EPERM: the kernel does not allow it (ptrace); ESRCH: the process is gone;
+        EFAULT: a byte is not there. Some bytes may have been copied.
     """
     if _readv is None:
         raise OSError("this system has no process_vm_readv")

@@ -51,13 +51,14 @@ def copy(spans: Spans) -> None:
 
 
 class CopyThreads:
-    """The threads that copy for a transport; `count` 0: none, and only out of mapped memory."""
+    """The threads that copy for a transport; 0: whoever waits copies, mapped memory only."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._pool = ThreadPoolExecutor(max(1, count), "torch_ros copies")
 
     def shares(self, spans: Spans) -> list[Spans]:
+        """Cut spans into parts for the threads, none of them too small to be worth one."""
         wanted = int(spans[:, 2].sum()) // SHARE_BYTES
         return cma.shares(spans, max(1, min(self.count * PARTS_PER_THREAD, wanted)))
 
@@ -78,7 +79,7 @@ class SharedCopy:
 
     def __init__(self, parts: Sequence[Callable[[], None]] = ()) -> None:
         self.tasks: list[_Task] = [_Task(part) for part in parts]
-        self.is_begun = False  # by threads; else whoever waits does the parts
+        self.is_begun = False  # threads were told; else whoever waits does the parts
         self._over = threading.Event()
 
     def run(self) -> None:
@@ -110,12 +111,15 @@ class SharedCopy:
 
 
 class _Task:
+    """A part of a copy. Its lock is held while it is done, so that `drop` waits for that."""
+
     def __init__(self, part: Callable[[], None]) -> None:
         self._part, self._lock, self._is_taken = part, threading.Lock(), False
         self.is_over = False
         self.error: Exception | None = None
 
     def run(self) -> None:
+        """Do the part, unless a thread has taken it; note its error, or that it is over."""
         if self._is_taken:
             return
         with self._lock:
@@ -125,7 +129,7 @@ class _Task:
                     self._part()
                 except Exception as error:  # noqa: BLE001  # raised to whoever waits
                     self.error = error
-                self.is_over = True  # not after Ctrl-C
+                self.is_over = True  # not after Ctrl-C: then `drop` says that it was ended
 
     def drop(self) -> None:
         """Keep the part from being begun. Returns when no thread is at it."""

@@ -41,6 +41,8 @@ _File = tuple[int, int]  # device and inode: no two files that are there have th
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
+    """Addresses of a process behind which there is a file."""
+
     address: int
     size_bytes: int
     offset: int  # where it begins in the file
@@ -51,8 +53,7 @@ class Stretch:
 def find(process: Neighbour, starts: Uint64s, ends: Uint64s) -> tuple[Stretch, ...]:
     """The parts of these disjoint regions, in order, that are files and may be mapped; in order.
 
-    Raises:
-        OSError: The process has ended, or the kernel does not allow it.
+    Raises: OSError: The process has ended, or the kernel does not allow it.
     """
     firsts, lasts = starts.tolist(), ends.tolist()
     shared = [
@@ -72,7 +73,7 @@ def _shared(maps: str) -> Iterator[tuple[Stretch, str]]:
     """
     for line in maps.splitlines():
         addresses, flags, offset, device, inode, *path = line.split(maxsplit=5)
-        if flags.endswith("s") and inode != "0":
+        if flags.endswith("s") and inode != "0":  # shared, and a file
             start, end = (int(part, 16) for part in addresses.split("-"))
             major, minor = (int(part, 16) for part in device.split(":"))
             file = (os.makedev(major, minor), int(inode))
@@ -112,8 +113,7 @@ class Mapping:
     Not inherited by `fork`. It keeps the file's memory allocated, also when its process has let
     go of it: see `is_abandoned`.
 
-    Raises:
-        OSError: This process cannot have it, and why.
+    Raises: OSError: This process cannot have it, and why.
     """
 
     def __init__(self, stretch: Stretch) -> None:
@@ -151,7 +151,7 @@ class MappedMemory:
         self._keep(())
 
     def _keep(self, rows: Iterable[_Row]) -> None:
-        """Know these stretches of registered memory, which are disjoint, and no others."""
+        """Know these rows of registered memory, which are disjoint, and no others."""
         self.rows = sorted(rows, key=lambda row: row[0])
         self._starts = np.array([row[0] for row in self.rows], np.uint64)
         self._ends = np.array([row[1] for row in self.rows], np.uint64)
@@ -161,7 +161,7 @@ class MappedMemory:
     def find(
         self, addresses: Uint64s, sizes: Uint64s
     ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64], Uint64s]:
-        """Say for each span whether it lies in one row, in which, and where that is here."""
+        """Say for each span whether it lies in one row, in which, and where its bytes are here."""
         row = np.searchsorted(self._starts, addresses, side="right") - 1
         if not self.rows:
             return np.zeros(len(row), np.bool_), row, addresses
@@ -170,7 +170,7 @@ class MappedMemory:
         return is_inside, row, addresses + self._shifts[row]
 
     def forget(self, starts: Uint64s, ends: Uint64s) -> None:
-        """Take these regions, disjoint and in order, for unknown: they are described anew."""
+        """Forget rows that meet these regions, disjoint and in order: these are described anew."""
         after = np.searchsorted(ends, self._starts, side="right")
         beyond = np.append(starts, np.uint64(2**64 - 1))[after]
         self._keep(itertools.compress(self.rows, beyond >= self._ends))
@@ -185,7 +185,9 @@ class MappedMemory:
     def map(
         self, process: Neighbour, starts: Uint64s, ends: Uint64s, of: bytes, *, elsewhere: int
     ) -> None:
-        """Map what can be mapped of these addresses; other peers have `elsewhere` mappings."""
+        """Map what can be mapped of these addresses, which a descriptor of digest `of` names; other
+        peers have `elsewhere` mappings, and all together `MAPPINGS_MAX`.
+        """
         agent = process.agent
         rows, refused = list(self.rows), list[OSError]()
         try:
@@ -218,6 +220,7 @@ class MappedMemory:
             )
 
     def _mapping(self, stretch: Stretch, elsewhere: int) -> Mapping:
+        """Return the mapping of a stretch, made if there is none. Raises OSError as `Mapping`."""
         if stretch not in self.mappings:
             if elsewhere + len(self.mappings) >= MAPPINGS_MAX:
                 raise OSError(f"there are {MAPPINGS_MAX} mappings already")
@@ -226,6 +229,7 @@ class MappedMemory:
 
 
 def _open(stretch: Stretch) -> tuple[int, str]:
+    """Open the stretch's very file, by the first path that leads there; return that path, too."""
     for path in stretch.paths:
         with suppress(FileNotFoundError):
             # To open something else than a file may block, or do something; to find it does not.

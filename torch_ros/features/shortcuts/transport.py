@@ -44,7 +44,7 @@ CMA_BYTES = 1 << 20
 
 REFUSED_MAX = 4096  # agents that are not warned of again
 
-_agents = set[str]()  # of this process
+_agents = set[str]()  # of this process: only descriptors of theirs may name it
 
 
 class _Descriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -55,6 +55,8 @@ class _Descriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 class ShortcutRegistration:
+    """A `Registration` whose descriptor also says where host memory is, and in which process."""
+
     cover: Cover | None
 
     def __init__(
@@ -73,19 +75,23 @@ class ShortcutRegistration:
         if transport.is_foreign:
             return
         with transport.lock:
-            self.is_open = False
+            self.is_open = False  # no read into it is posted from here on
             if self in transport.registrations:
                 transport.registrations.remove(self)
                 transport.vouch()  # from here on no peer's copy of this memory counts
             reads = [read for read in transport.reads if self in read.targets]
         for read in reads:
-            read.settle()
+            read.settle()  # without the lock: a part that is being copied is waited for
         self._base.close()
 
 
 @dataclass(eq=False)
 class ShortcutTransfer:
-    """A read of which some is copied here, and at least a byte is left to the other transport."""
+    """A read of which some is copied here, and at least a byte is left to the other transport.
+
+    That byte shows that the peer lives: one that has ended can still be copied from. The peer has
+    to vouch for its memory before the copy and again after it.
+    """
 
     peer: ShortcutPeer
     base: Transfer
@@ -119,7 +125,7 @@ class ShortcutTransfer:
             if not all(mapping.is_open for mapping in self.mappings):
                 raise TransferFailed(self.peer.agent, "its shared memory is not mapped any more")
             self.peer.refuse_unvouched(self.digests)
-            self._copying.drop()  # Ctrl-C may have ended the call that waited for it
+            self._copying.drop()  # of an earlier post, if Ctrl-C ended the call that waited for it
             self.base.post()
             self._copying = SharedCopy(self._parts)
             transport.threads.begin(self._copying)
@@ -128,7 +134,7 @@ class ShortcutTransfer:
         self.peer.transport.refuse_fork()
         copying = self._copying
         try:
-            has_rest = self.base.is_done()
+            has_rest = self.base.is_done()  # asked each time: it makes progress only then
             if not (copying.is_done() and has_rest):
                 return False
             self.peer.refuse_unvouched(self.digests)
@@ -157,12 +163,14 @@ class ShortcutTransfer:
 
 
 class ShortcutPeer:
+    """A `Peer` that is copied from as far as its process vouches for its memory."""
+
     def __init__(self, transport: ShortcutTransport, base: Peer) -> None:
         self.transport: ShortcutTransport = transport
         self.agent: str = base.agent
         self._base = base
         self.mapped: MappedMemory = MappedMemory()
-        # The peer's, if its memory can be read through the kernel; 0: it cannot.
+        # The peer's, if its memory can be read through the kernel; 0: it cannot; None: not tried.
         self.pid: int | None = None
         self._process: Neighbour | None = None  # the peer's, if it is on this host
         # The regions that it vouches for, the newest first, and the digests of their descriptors.
@@ -185,7 +193,7 @@ class ShortcutPeer:
         if is_here:
             self.transport.unmap_abandoned()
         with self.transport.lock:
-            self.mapped.forget(starts, ends)
+            self.mapped.forget(starts, ends)  # whatever was there, trusted or not, is another's now
             if is_here and len(starts) and self in self.transport.peers:
                 try:
                     self._trust(said.process, digest(descriptor), starts, ends)
@@ -195,15 +203,14 @@ class ShortcutPeer:
     def _trust(self, process: Process, of: bytes, starts: Uint64s, ends: Uint64s) -> None:
         """Copy this memory from now on, if the process itself says that it is its own.
 
-        Raises:
-            Unproven: It does not.
+        `of` is the digest of the descriptor that names the memory. Raises: Unproven: It does not.
         """
         transport = self.transport
         own = transport.process  # without a pid if it cannot vouch, and so cannot prove either
         if not (own.pid and process.pid) or process.namespace != own.namespace:
             log.info("agent %s: its process number is of another namespace", self.agent)
             return
-        if process.pid == transport.never and self.agent not in _agents:
+        if process.pid == transport.never and self.agent not in _agents:  # else: a peer in here
             raise Unproven("it names this process")
         if self._process is None:
             self._process = Neighbour(self.agent, process)
@@ -221,6 +228,7 @@ class ShortcutPeer:
             self.mapped.map(self._process, starts, ends, of, elsewhere=others)
 
     def _refuse(self, error: Unproven) -> None:
+        """Log why NIXL reads the peer's memory: once as a warning, unless it has just let go."""
         if isinstance(error, LetGo):
             log.info("agent %s: its memory is read through NIXL (%s)", self.agent, error)
             return
@@ -237,10 +245,9 @@ class ShortcutPeer:
             )
 
     def refuse_unvouched(self, digests: AbstractSet[bytes]) -> None:
-        """A peer that has let go of what is read, or has ended, is gone.
+        """Refuse a peer that has let go of what is read, or has ended.
 
-        Raises:
-            TransferFailed: It has.
+        Raises: TransferFailed: It has.
         """
         try:
             if self._process and digests <= self._process.vouched():
@@ -283,14 +290,14 @@ class ShortcutPeer:
             return None
         owners = {each.cover: each for each in reversed(transport.registrations) if each.cover}
         keys, there = room(spans[:, 1], spans[:, 2], tuple(owners))
-        # Spans that are empty, or not registered, are refused where all others are.
+        # Spans that are empty, or not registered here, are left to the other transport, to refuse.
         is_sound = (spans[:, 2] > 0) & (there >= spans[:, 2])
         is_mapped, row, sources = known.find(spans[:, 0], spans[:, 2])
         is_mapped &= is_sound
         is_read, digests = self._readable(spans, is_sound & ~is_mapped)
         is_taken = is_mapped | is_read
         rest, taken = spans[~is_taken], spans.copy()
-        if not len(rest):  # the other transport reads the last byte of all
+        if not len(rest):  # the other transport is left the last byte
             source, target, size_bytes = spans[-1].tolist()
             taken[-1, 2] = last = size_bytes - 1
             rest = np.array([(source + last, target + last, 1)], np.uint64)
@@ -306,7 +313,7 @@ class ShortcutPeer:
         return ShortcutTransfer(self, base, copies, reads, used, digests, targets)
 
     def _readable(self, spans: Spans, among: Bools) -> tuple[Bools, set[bytes]]:
-        """Which of these the kernel reads, and the digests of the descriptors that name them."""
+        """Which spans of those `among` the kernel reads, and the digests of their descriptors."""
         if not (self.pid and self._covers and int(spans[among, 2].sum()) >= CMA_BYTES):
             return np.zeros_like(among), set()
         keys, offered = room(spans[:, 0], spans[:, 2], tuple(self._covers))
@@ -333,7 +340,7 @@ class ShortcutPeer:
             return
         self._base.close()
         with self.transport.lock:
-            self.transport.peers.discard(self)
+            self.transport.peers.discard(self)  # `attach` maps nothing more
             left, process = tuple(self.mapped.mappings.values()), self._process
         self.unmap(left)
         if process:
@@ -378,7 +385,7 @@ class ShortcutTransport:
         self.registrations: list[ShortcutRegistration] = []
         self.peers: set[ShortcutPeer] = set()
         self.reads: set[ShortcutTransfer] = set()
-        self.refused: set[str] = set()  # agents of which something was, and the log has it
+        self.refused: set[str] = set()  # agents of which the log has a warning
         self._keys = itertools.count()
         self._pid = os.getpid()
 
@@ -392,6 +399,7 @@ class ShortcutTransport:
         return os.getpid() != self._pid
 
     def register(self, regions: Sequence[Region]) -> ShortcutRegistration:
+        """Do as `Transport.register`, and vouch for it before any peer can learn the descriptor."""
         self.refuse_fork()
         base = self._base.register(regions)
         on_host = [region for region in regions if region.device == HOST]
@@ -417,6 +425,7 @@ class ShortcutTransport:
             raise
 
     def prove(self, agent: str, descriptor: bytes) -> Neighbour:
+        """Do as `Transport.prove`, by the voucher of the process that the descriptor names."""
         said, own = _unpack(agent, descriptor)[2], self.process
         if not (said.host and said.process.pid and self.is_used and own.pid):
             raise Unproven('both ends need transport="auto", and a /proc of their own')
@@ -442,6 +451,7 @@ class ShortcutTransport:
         return peer
 
     def unmap_abandoned(self) -> None:
+        """Unmap what peers have let go of: a mapping keeps the file's memory allocated."""
         with self.lock:
             found = {
                 peer: [each for each in peer.mapped.mappings.values() if each.is_abandoned]
@@ -458,7 +468,7 @@ class ShortcutTransport:
         with self.lock:
             for registration in self.registrations:
                 registration.is_open = False
-            if self._voucher:
+            if self._voucher:  # from here on no peer's copy of this process's memory counts
                 self._voucher.close()
                 self._voucher = None
             _agents.discard(self.agent)
@@ -479,10 +489,9 @@ class ShortcutTransport:
 
 
 def process_of(agent: str, descriptor: bytes) -> tuple[str, Process]:
-    """The host and the process that a descriptor names; "": it is not to be copied from.
+    """The host and the process that a descriptor names; host "": it is not to be copied from.
 
-    Raises:
-        TransferFailed: These are other bytes.
+    Raises: TransferFailed: These are other bytes.
     """
     _, _, said = _unpack(agent, descriptor)
     return said.host, said.process
@@ -491,8 +500,7 @@ def process_of(agent: str, descriptor: bytes) -> tuple[str, Process]:
 def _unpack(agent: str, descriptor: bytes) -> tuple[Uint64s, Uint64s, _Descriptor]:
     """Return the starts and ends of the registered regions, and the whole descriptor.
 
-    Raises:
-        TransferFailed: These are other bytes.
+    Raises: TransferFailed: These are other bytes.
     """
     try:
         said = msgspec.msgpack.decode(descriptor, type=_Descriptor)

@@ -15,11 +15,11 @@ from torch_ros.features.shortcuts.transport import process_of
 from torch_ros.p2p import shared
 from torch_ros.p2p.voucher import Neighbour, Unproven
 
-BYTES = bytes([0x5A]) * 4096  # that are shown
+BYTES = bytes([0x5A]) * 4096  # the content of what is shown
 
 
 def show(agent: str) -> tuple[Mapping[str, int], object]:  # noqa: ARG001  # the voucher names it
-    """Have memory of both kinds, and say where, for as long as the second answer is kept."""
+    """Have memory for each of `WAYS`, and say where; it lasts as long as the second answer."""
     private, file = ctypes.create_string_buffer(BYTES), shared.allocate(len(BYTES))
     file.write(BYTES)
     view = np.frombuffer(file, np.uint8)
@@ -28,6 +28,7 @@ def show(agent: str) -> tuple[Mapping[str, int], object]:  # noqa: ARG001  # the
 
 
 def _is_read(stranger: Neighbour, said: Mapping[str, int]) -> bool:
+    """Whether the kernel reads the private memory that the process has shown."""
     return _read(stranger, said["cma"], len(BYTES)) == BYTES
 
 
@@ -38,6 +39,7 @@ def _read(process: Neighbour, address: int, count: int) -> bytes:
 
 
 def _is_mapped(stranger: Neighbour, said: Mapping[str, int]) -> bool:
+    """Whether the file that the process has shown can be found and mapped, with its bytes."""
     bounds = np.array([said["mapped"]], np.uint64)
     [stretch] = find(stranger, bounds, bounds + np.uint64(len(BYTES)))
     here = np.zeros(len(BYTES), np.uint8)
@@ -57,8 +59,7 @@ def closed_to(agent: str, descriptor: bytes, address: int) -> str | None:
     Args:
         descriptor, address: Memory of that process, as it has told its peers.
 
-    Raises:
-        TransferFailed: These bytes are not a descriptor.
+    Raises: TransferFailed: These bytes are not a descriptor.
     """
     host, process = process_of(agent, descriptor)
     if host != shared.host():
