@@ -24,9 +24,8 @@ def outermost_first(by: Ints, *columns: Ints) -> list[Ints]:
 
 
 def numbered(counts: Ints) -> tuple[Ints, Ints]:
-    """For the things of each owner in turn: the owner, and the number among its own, from 0.
-
-    Of counts 2, 0, 3: the owners 0, 0, 2, 2, 2, and the numbers 0, 1, 0, 1, 2.
+    """For the things of each owner in turn: the owner, and the number among its own, from 0. Of
+    counts 2, 0, 3: the owners 0, 0, 2, 2, 2, and the numbers 0, 1, 0, 1, 2.
     """
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - sum_before(counts)[owner]

@@ -22,7 +22,7 @@ from torch_ros.weights.tiling import matched
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """A layout's tensors, and the boxes of each: no strides, no sizes of objects."""
+    """A layout's tensors, and the boxes of each, by a digest: no strides, no sizes of objects."""
 
     digest: str
     is_whole: bool  # every tensor is one chunk, or has no elements

@@ -139,7 +139,7 @@ def change_digest(
     unit_bytes = min(4, old.itemsize)
     segments, inside = _in_segments(places.view(np.uint64), tuple(global_shape), old.itemsize)
     unsigned = _UNSIGNED[unit_bytes]
-    change = new.view(unsigned).astype(np.uint64) - old.view(unsigned)
+    change = new.view(unsigned).astype(np.uint64) - old.view(unsigned)  # modulo 2^64
     if depth == "sampled":
         chosen = np.flatnonzero(_is_sampled(segments))
         segments, inside, change = segments[chosen], inside[chosen], change[chosen]
@@ -180,8 +180,7 @@ def totals(
         layouts: One per rank of the group, in rank order.
         chunks: Per rank, the digest of each chunk of its layout.
 
-    Raises:
-        NotSupported: Chunks of a tensor overlap in part, so that their digests do not add up.
+    Raises: NotSupported: Chunks of a tensor overlap in part, so that their digests do not add up.
     """
     parts: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], int]] = {}
     whole: dict[str, tuple[int, ...]] = {}
@@ -223,10 +222,10 @@ def first_difference(found: Mapping[str, int], expected: Mapping[str, int]) -> s
 def first_unproven(
     layouts: Sequence[Layout], chunks: Sequence[Sequence[int]], found: Mapping[str, int]
 ) -> str | None:
-    """The fqn of a tensor of which not all chunks are proven by these totals.
+    """The fqn of a tensor of which not all chunks are proven by these totals; None: all are.
 
-    It has none, or chunks that ranks have in common, of which `totals` looks at one, differ.
-    Arguments as those of `totals`, and what that has returned.
+    Either it has no total; or a chunk that several ranks have, of which `totals` looks at one,
+    differs among them. Arguments as those of `totals`, and what that has returned.
     """
     known: dict[tuple[object, ...], int] = {}
     for layout, digests in zip(layouts, chunks, strict=True):

@@ -60,10 +60,9 @@ def local_chunks(named_tensors: Mapping[str, torch.Tensor]) -> list[LocalTensor]
     The views share the memory of `named_tensors` and keep it allocated. A tensor whose elements
     share memory (`expand`) can be published; `plan` refuses it as a target.
 
-    Raises:
-        UsageError: No mapping, a key that is not a string, a value that is not a tensor, or a
-            tensor that is not plain bytes in memory at regular strides; boxes of a `Chunked` that
-            do not fit together. Names the fqn and the box.
+    Raises: UsageError: No mapping, a key that is not a string, a value that is not a tensor, or a
+        tensor that is not plain bytes in memory at regular strides; boxes of a `Chunked` that do
+        not fit together. Names the fqn and the box.
     """
     if not isinstance(named_tensors, Mapping):
         raise UsageError(
@@ -100,8 +99,7 @@ def build(
         objects: Pickled objects by fqn, each a contiguous 1-d uint8 tensor.
         paths: Where the state dict had a tensor or object before it was flattened, by fqn.
 
-    Raises:
-        UsageError: A tensor and an object have the same fqn.
+    Raises: UsageError: A tensor and an object have the same fqn.
     """
     everything = {tensor.fqn: tensor for tensor in tensors}
     if both := everything.keys() & objects.keys():
@@ -144,6 +142,7 @@ def copy_bits(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool 
 
 
 def _local_tensor(fqn: str, tensor: torch.Tensor) -> LocalTensor:
+    """The chunks of one tensor of the user's that are here. Raises as `local_chunks`."""
     if not isinstance(fqn, str):
         raise UsageError(f"key {fqn!r} is not a string; fqns are")
     if not isinstance(tensor, torch.Tensor):
@@ -155,7 +154,7 @@ def _local_tensor(fqn: str, tensor: torch.Tensor) -> LocalTensor:
         raise UsageError(
             f"{fqn!r} has {tensor.ndim} dimensions: expected at most {DIMENSIONS_MAX}; reshape it"
         )
-    _require_writable(fqn)
+    _require_utf8(fqn)
     if isinstance(tensor, DTensor):
         chunks = tuple(_shard_chunks(fqn, tensor))
     elif isinstance(tensor, Chunked):
@@ -172,7 +171,7 @@ def _local_tensor(fqn: str, tensor: torch.Tensor) -> LocalTensor:
     )
 
 
-def _require_writable(fqn: str) -> None:
+def _require_utf8(fqn: str) -> None:
     try:
         fqn.encode()
     except UnicodeEncodeError as error:  # a manifest is UTF-8
@@ -180,12 +179,13 @@ def _require_writable(fqn: str) -> None:
 
 
 def _object(fqn: str, pickled: torch.Tensor) -> LocalTensor:
-    _require_writable(fqn)
+    _require_utf8(fqn)
     chunks = (LocalChunk((0,), pickled),) if pickled.numel() else ()
     return LocalTensor(fqn, torch.uint8, tuple(pickled.shape), chunks, spread=False)
 
 
 def _shard_chunks(fqn: str, tensor: DTensor) -> Iterator[LocalChunk]:
+    """The chunks of a DTensor that this rank has: none, if it is outside of the mesh."""
     if any(placement.is_partial() for placement in tensor.placements):
         raise UsageError(
             f"{fqn!r} is a DTensor with a pending reduction {tensor.placements}; "
@@ -211,7 +211,7 @@ def is_strided(tensor: object) -> TypeGuard[DTensor]:
 
 
 def _strided_chunks(fqn: str, tensor: DTensor) -> Iterator[LocalChunk]:
-    """torch gives every shard one offset; a strided one may hold several separate parts."""
+    """The chunks of a strided shard, for which torch gives one offset: it may be several parts."""
     held = [_held(tensor, dim) for dim in range(tensor.ndim)]
     local = tensor.to_local()
     _agree(fqn, tuple(map(len, held)), local)
@@ -252,7 +252,7 @@ def _parts(indices: Ints) -> list[tuple[int, int, int]]:
 
 
 def _agree(fqn: str, sizes: tuple[int, ...], local: torch.Tensor) -> None:
-    # DTensor.from_local believes what it is told.
+    """Check a local tensor against its placements: DTensor.from_local believes what it is told."""
     if tuple(local.shape) != sizes:
         raise UsageError(
             f"the local tensor of DTensor {fqn!r} has shape {list(local.shape)}, but its "
@@ -262,7 +262,7 @@ def _agree(fqn: str, sizes: tuple[int, ...], local: torch.Tensor) -> None:
 
 def _boxes(fqn: str, tensor: Chunked) -> Iterator[LocalChunk]:
     for at, box in tensor.chunks.items():
-        _readable(f"tensor {fqn!r}: the box at {list(at)}", box)  # it may have no shape yet
+        _readable(f"tensor {fqn!r}: the box at {list(at)}", box)  # a lazy one has no shape to fit
     require_fit(fqn, tensor)
     yield from (LocalChunk(at, box.detach()) for at, box in tensor.chunks.items())
 

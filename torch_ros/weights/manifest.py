@@ -55,8 +55,7 @@ _DTYPES = {
 def dtype_named(name: str) -> torch.dtype:
     """The dtype of a record that is not an object.
 
-    Raises:
-        KeyError: This torch has no dtype of that name.
+    Raises: KeyError: This torch has no dtype of that name.
     """
     return _DTYPES[name]
 
@@ -103,9 +102,8 @@ class Boxes(Columns):
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The units in which a process says how much of a layout has arrived.
-
-    A chunk without gaps in memory is cut every `BLOCK_BYTES`; any other chunk is one block.
+    """The units in which a process says how much of a layout has arrived. A chunk without gaps in
+    memory is cut every `BLOCK_BYTES`; any other chunk is one block.
     """
 
     counts: Ints  # of each chunk, at least 1
@@ -203,8 +201,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     def decode(cls, payload: bytes) -> Manifest:
         """The manifest that was encoded.
 
-        Raises:
-            ManifestMismatch: These bytes are not a manifest, or it contradicts itself.
+        Raises: ManifestMismatch: These bytes are not a manifest, or it contradicts itself.
         """
         try:
             manifest = _manifests.decode(payload)
@@ -245,9 +242,8 @@ class Logical(dict[str, LogicalTensor]):
 
     @cached_property
     def contents(self) -> tuple[dict[str, tuple[torch.dtype, torch.Size]], tuple[str, ...]]:
-        """Dtype and shape of each tensor by fqn, sorted; and the fqns of objects. Shared, too.
-
-        Made once: among a torch program's objects, tens of thousands more start a collection.
+        """Dtype and shape of each tensor by fqn, sorted; and the fqns of objects. Shared, too. Made
+        once: among a torch program's objects, tens of thousands more start a collection.
         """
         everything = sorted(self.items())
         tensors = {
@@ -277,8 +273,7 @@ def logical(layouts: Sequence[Layout]) -> Logical:
     The size of an object may differ between ranks: the lowest rank's counts. Recent answers are
     cached, because layouts seldom change.
 
-    Raises:
-        ManifestMismatch: Two ranks have a tensor with different dtypes or shapes.
+    Raises: ManifestMismatch: Two ranks have a tensor with different dtypes or shapes.
     """
     return _logical(tuple(layouts))
 
@@ -317,6 +312,7 @@ def _told(tensor: LogicalTensor | None) -> str:
 
 @lru_cache(maxsize=UNIONS_MAX)
 def _logical(layouts: tuple[Layout, ...]) -> Logical:
+    """Do as `logical`, of a tuple, which the cache can look up."""
     union = Logical(layouts)
     for rank, layout in enumerate(layouts):
         for record in layout.tensors:

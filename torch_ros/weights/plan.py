@@ -21,9 +21,8 @@ from torch_ros.weights.tiling import Strided, matched, part_offsets, strided_pie
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DirectSpans(Columns):
-    """Spans read straight into the target; by target chunk, then offset. Equal lengths.
-
-    Offsets count from the first element of the chunk.
+    """Spans read straight into the target; by target chunk, then offset. Equal lengths. Offsets
+    count from the first element of the chunk.
     """
 
     source_rank: Ints
@@ -61,15 +60,13 @@ class ReadPlan:
         source_devices: Sequence[npt.ArrayLike] | None = None,
         target_devices: npt.ArrayLike | None = None,
     ) -> dict[Route, Spans]:
-        """The direct spans, by route, each in the order of `direct`.
-
-        Addresses are of each chunk's first element, and devices HOST if not given; those of the
-        sources per rank.
+        """The direct spans, by route, each in the order of `direct`. Addresses are of each chunk's
+        first element, and devices HOST if not given; those of the sources per rank.
         """
         direct = self.direct
         ranks = [np.asarray(addresses, np.uint64) for addresses in source_addresses]
         firsts = np.cumsum([0, *map(len, ranks)])
-        sources = firsts[direct.source_rank] + direct.source_chunk
+        sources = firsts[direct.source_rank] + direct.source_chunk  # among the chunks of all ranks
         targets = np.asarray(target_addresses, np.uint64)
         spans = np.empty((len(direct.size_bytes), 3), np.uint64)
         # In place: numpy adds int64 and uint64 as floating point.
@@ -152,6 +149,7 @@ def _runs(strided: Strided) -> Ints:
 
 
 def _direct(strided: Strided, runs: Ints) -> DirectSpans:
+    """The spans of these pieces, one for each of their contiguous runs, merged where they touch."""
     owner, ordinal = numbered(runs.prod(1))
     source_offset, target_offset = part_offsets(strided, runs, np.ones_like(runs), owner, ordinal)
     run_bytes = (strided.sizes // runs).prod(1) * strided.item_bytes

@@ -17,9 +17,8 @@ from torch_ros.weights.tiling import Strided, part_offsets
 
 @dataclass(frozen=True, slots=True)
 class StagedCopy:
-    """A span to read into staging, and the strided copy from there into a target chunk.
-
-    Counted in elements where not in bytes. The span starts with the first element to copy.
+    """A span to read into staging, and the strided copy from there into a target chunk. Counted in
+    elements where not in bytes. The span starts with the first element to copy.
     """
 
     source_rank: int
@@ -52,9 +51,9 @@ def cheapest_cut(strided: Strided, useful_bytes: Ints, staging_bytes: int, costs
     sizes, strides = strided.sizes, strided.source_strides
     item_bytes = strided.item_bytes[:, None]
     inner = 1 + sum_after((sizes - 1) * strides)  # elements that one index of the dimension spans
-    room = staging_bytes // item_bytes - inner  # for further indices
+    room = staging_bytes // item_bytes - inner  # for further indices; < 0: not even for one
     group = np.clip(room // np.maximum(strides, 1) + 1, 1, sizes)
-    parts = -(-sizes // group)
+    parts = -(-sizes // group)  # spans along the dimension
     outside = sizes.cumprod(1) // sizes  # indices of all dimensions outside together
     read = outside * ((sizes - parts) * strides + parts * inner)
     seconds = costs.staged_s(outside * parts, read * item_bytes, useful_bytes[:, None])
@@ -74,8 +73,8 @@ def staged_copies(strided: Strided, cut: RowCut) -> tuple[StagedCopy, ...]:
 
     shape = np.where(dims < dim, 1, strided.sizes)[owner]
     row, at = np.arange(len(owner)), cut.dim[owner]
-    # The last span has what is left of the dimension; its index changes fastest, as none inside it
-    # is counted.
+    # The last span along the cut has what is left. `ordinal` counts along the cut fastest, as each
+    # dimension inside it is one part.
     passed = ordinal % counts[owner, at] * cut.group[owner]
     shape[row, at] = np.minimum(cut.group[owner], shape[row, at] - passed)
     strides = strided.source_strides[owner]

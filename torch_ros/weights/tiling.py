@@ -53,7 +53,6 @@ def matched(
     sources: Sequence[Layout], targets: Layout, *, target_rank: int
 ) -> tuple[Chunks, Chunks, Pieces]:
     """Source chunks, target chunks, and the pieces of source chunks that tile the target chunks.
-
     Arguments and errors as in `plan.plan`.
     """
     _check_tensors(logical(sources), targets)
@@ -62,7 +61,7 @@ def matched(
     _refuse_shared_memory(wanted, targets)
     offered = _one_of_equals(_chunks(sources, targets, width), target_rank)
     pieces = _intersections(offered, wanted)
-    wrong = untiled(wanted, pieces)
+    wrong = untiled(wanted, pieces)  # something is missing, or chunks of ranks overlap in part
     if len(wrong):
         pieces = _cut(offered, wanted, pieces, wrong, targets)
         assert not len(untiled(wanted, pieces))
@@ -70,6 +69,7 @@ def matched(
 
 
 def _check_tensors(version: Mapping[str, LogicalTensor], targets: Layout) -> None:
+    """Refuse a target that the version lacks, or has with another dtype or shape."""
     for record in targets.tensors:
         found = version.get(record.fqn)
         if found == (record.dtype, record.shape):
@@ -117,6 +117,7 @@ def _chunks(layouts: Sequence[Layout], targets: Layout, width: int) -> Chunks:
     ranks = []
     for rank, layout in enumerate(layouts):
         boxes = layout.boxes
+        # The number that the target has for each tensor of this rank; -1: it has none.
         known = np.array([numbers.get(record.fqn, -1) for record in layout.tensors], np.int64)
         rows = np.flatnonzero((known[boxes.tensor] >= 0) & (boxes.sizes > 0).all(1))
         tensor, held = known[boxes.tensor[rows]], boxes.take(rows)
@@ -137,6 +138,7 @@ def _chunks(layouts: Sequence[Layout], targets: Layout, width: int) -> Chunks:
 
 
 def _refuse_shared_memory(wanted: Chunks, targets: Layout) -> None:
+    """Refuse a target whose elements share memory: which of their values stays would be chance."""
     sizes, strides = outermost_first(wanted.strides, wanted.sizes, wanted.strides)
     # Each step must lead past everything that the smaller ones reach.
     shared = ((sizes > 1) & (strides <= sum_after((sizes - 1) * strides))).any(1)
@@ -169,7 +171,7 @@ def _one_of_equals(chunks: Chunks, target_rank: int) -> Chunks:
 
 
 def _intersections(offered: Chunks, wanted: Chunks) -> Pieces:
-    """What each target chunk has in common with the source chunks, sorted by tensor, of its own."""
+    """The boxes that target chunks share with chunks of `offered`, which is sorted by tensor."""
     counts = np.bincount(offered.tensor, minlength=int(wanted.tensor.max(initial=-1)) + 1)
     target, ordinal = numbered(counts[wanted.tensor])
     source = sum_before(counts)[wanted.tensor[target]] + ordinal
@@ -225,9 +227,8 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and ends
 
 
 def _cut(offered: Chunks, wanted: Chunks, pieces: Pieces, rows: Ints, targets: Layout) -> Pieces:
-    """Cut the pieces of these target rows until none overlaps; the lowest rank's pieces win.
-
-    A loop over boxes is fast enough: ranks seldom cut a tensor in different ways.
+    """Cut the pieces of these target rows until none overlaps; the lowest rank's pieces win. A loop
+    over boxes is fast enough: ranks seldom cut a tensor in different ways.
     """
     order = np.lexsort((offered.rank[pieces.source], pieces.target))
     pieces = pieces.take(order)
@@ -293,9 +294,8 @@ def _raise_missing(targets: Layout, tensor: int, box: Box) -> NoReturn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Strided(Columns):
-    """Pieces as they lie in memory, in elements; offsets from the chunk's first element.
-
-    The dimensions of each are ordered by falling source stride.
+    """Pieces as they lie in memory, in elements; offsets from the chunk's first element. The
+    dimensions of each are ordered by falling source stride.
     """
 
     source_rank: Ints
@@ -310,6 +310,7 @@ class Strided(Columns):
 
 
 def strided_pieces(offered: Chunks, wanted: Chunks, pieces: Pieces) -> Strided:
+    """Place the pieces in the memory of their source and target chunks."""
     source, target = offered.take(pieces.source), wanted.take(pieces.target)
     return Strided(
         source.rank,
@@ -325,13 +326,13 @@ def strided_pieces(offered: Chunks, wanted: Chunks, pieces: Pieces) -> Strided:
 def part_offsets(
     strided: Strided, counts: Ints, step: Ints, owner: Ints, ordinal: Ints
 ) -> tuple[Ints, Ints]:
-    """Both offsets at which parts of pieces begin: of each, its owner and its row-major number.
-
-    A piece has `counts` parts along each dimension, each `step` indices behind the one before.
+    """The offsets in source and target chunks at which parts of pieces begin. A piece has `counts`
+    parts along each dimension, each `step` indices behind the one before. For each part, `owner` is
+    its piece, and `ordinal` its row-major number in that.
     """
     source, target = strided.source_offset[owner], strided.target_offset[owner]
     for dim in reversed(range(counts.shape[1])):
-        if (counts[:, dim] == 1).all():
+        if (counts[:, dim] == 1).all():  # as it mostly is: this is faster
             continue
         count = counts[owner, dim]
         index = ordinal % count * step[owner, dim]

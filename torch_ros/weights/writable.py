@@ -39,17 +39,15 @@ def require_none(call: str, fqn: str | None) -> None:
 
 
 def first_unwritable(starts: Uint64s, ends: Uint64s) -> int | None:
-    """The number of the first of these spans that this process may not write to everywhere.
-
-    A file that was mapped with PROT_READ, say. Takes 2 ms per thousand mappings. None also
-    without /proc.
+    """The number of the first of these spans that this process may not write to everywhere. A file
+    that was mapped with PROT_READ, say. Takes 2 ms per thousand mappings. None also without /proc.
     """
     try:
         found = _UNWRITABLE.findall(_OWN_MAPS.read_bytes())
     except OSError:
         return None
     bounds = [(int(start, 16), int(end, 16)) for start, end in found]
-    areas = np.array([*bounds, (2**64 - 1, 2**64 - 1)], np.uint64)  # in order of address
+    areas = np.array([*bounds, (2**64 - 1, 2**64 - 1)], np.uint64)  # in order; one behind all
     after = np.searchsorted(areas[:, 1], starts, side="right")
     [numbers] = np.nonzero((ends > starts) & (areas[after, 0] < ends))
     return int(numbers[0]) if len(numbers) else None
