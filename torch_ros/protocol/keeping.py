@@ -58,7 +58,7 @@ class Keeper:
     def on_unpublish(
         self, view: View, seat: Seat, call: Call, ref: VersionRef
     ) -> Step[Call | Outcome] | Keeping:
-        """A step that comes before readers are waited for; or `keeping`: the tensors may go so."""
+        """A step that comes before readers are waited for; or, after that, `keeping`."""
         del call
         return self.keeping(view, seat.keys, ref, GivenUp(seat.inst, seat.datacenter))
 

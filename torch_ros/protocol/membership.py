@@ -173,7 +173,7 @@ def create_group(view: View, who: Applicant) -> Step[GroupMade]:
     )
     schema_ops, schema_guards = schema.put_own(view, who.keys)
     ops: list[Op] = [Put(who.group, group.encode(), who.lease_id), *run_ops, *schema_ops]
-    ops += map(Delete, who.keys.seen_beside(who.replica))  # else one would stay for each name
+    ops += map(Delete, who.keys.seen_beside(who.replica))  # else they grow with each name
     ops += who.keeper.beside(who)
     guards = (view.unchanged(who.group), Empty(seats), *schema_guards, *run_guards)
     if old:

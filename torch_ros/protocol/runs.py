@@ -75,7 +75,7 @@ def _live_runs(view: View, who: Applicant) -> tuple[set[str], set[str]]:
         used = [(run, replica) for run, replica in _users(look, keys) if run in numbers]
         live = {run for run, _ in used}
         trained = {run for run, replica in used if replica not in archivers} - {k.OUTSIDE}
-        # A run that is seen to live does. A newcomer mostly wants the newest; else see all.
+        # Who wants a run that is seen to live, mostly the newest, need not see all.
         if newest in trained if who.run is None else who.run in live:
             break
     return live, trained

@@ -442,9 +442,9 @@ def claim(
     assert ref is not None
     before = born_before(view, seat, current)
     candidates = candidates_of(view, seat, ref, before)
-    if not candidates:
+    if not candidates:  # nobody has it any more
         return Act(seat.taken_back(view, current), lambda _: None)
-    if (again := seat.leaves.ended(view, seat, current)) is not None:
+    if (again := seat.leaves.ended(view, seat, current)) is not None:  # it relays after all
         return Act(again, lambda _: None)
     if avoided:
         full = {i: found for i, found in candidates.items() if found.is_full}

@@ -238,7 +238,7 @@ def _glimpsed(view: View, keys: Keys, spec: Spec) -> AvailableVersion | Wait | N
     Raises: Unseen: These few, which it names, were not read.
     """
     newest = newest_record(view, keys)
-    if newest is None or spec.back:
+    if newest is None or spec.back:  # for `latest-<k>` all that is available has to be counted
         return None
     number = newest.version if spec.absolute is None else spec.absolute
     refs = [ref for ref, _ in _records(view, keys)]
@@ -258,7 +258,7 @@ def _glimpsed(view: View, keys: Keys, spec: Spec) -> AvailableVersion | Wait | N
         }
         if holdings:
             return AvailableVersion(ref, holdings)
-        if not view.shows(holders):
+        if not view.shows(holders):  # the holders that were seen are not all
             raise Unseen(*firsts)
     return None
 

@@ -14,10 +14,9 @@ def said_ranges(seat: Seat) -> Ranges:
 
 
 def say(view: View, seat: Seat, said: ArchiveRecord) -> Step[None]:
-    """The record says this, on the lease of an archiver, which has one rank.
+    """Make the archiver's record say this, on the lease of its only rank; no write if it does.
 
-    Raises:
-        SeatLost: Another one may have its name by now.
+    Raises: SeatLost: Another process may have its name by now.
     """
     own_group(view, seat)
     key, value = seat.keys.archive(seat.replica), said.encode()
@@ -32,7 +31,7 @@ def say(view: View, seat: Seat, said: ArchiveRecord) -> Step[None]:
 def behind(view: View, keys: Keys, ref: VersionRef) -> list[str]:
     """The archivers that have dealt with neither this content yet nor with a newer version.
 
-    None has anything to do with what no replica published.
+    Nothing that came from a bucket has to go there.
     """
     if ref.run == k.OUTSIDE:
         return []
@@ -41,5 +40,5 @@ def behind(view: View, keys: Keys, ref: VersionRef) -> list[str]:
 
 
 def _is_behind(said: VersionRef, ref: VersionRef) -> bool:
-    """A number that has another content is not that version."""
+    """Whether it has dealt with neither: the same number with another content is not `ref`."""
     return said.uid != ref.uid and said.order <= ref.order

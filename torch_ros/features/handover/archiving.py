@@ -37,6 +37,7 @@ class Archives:
         return wait_for(self._shard, predicate, timeout_s, of_trainers=True)
 
     def _say(self, ref: VersionRef | None, timeout_s: float | None) -> None:
+        """As `say`, while no other call is made. Without a seat it says nothing."""
         group = self._shard.group
         seat, session = group.seat, group.session
         if group.state != "seated" or self._said == (seat.inst, ref):

@@ -28,6 +28,8 @@ QUIET_S = 3.0  # of waiting, before a line says so to everybody
 
 
 class Handover(Feature):
+    """One shard's part in the closing of its replica, which a `Closing` performs."""
+
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
         self._closing: Closing | None = None
@@ -39,6 +41,7 @@ class Handover(Feature):
             self._closing.stop()
 
     def leaves(self, linger_s: float, *, drains: bool) -> bool:
+        """Hand over; whether the group has left by that (see `Feature.leaves`)."""
         shard = self._shard
         has_nothing = shard.group.ledger.held is None and not any(self._beside())
         # A call in another thread ends first.
@@ -50,7 +53,7 @@ class Handover(Feature):
             shard.lock.release()
         linger_s = 0.0 if self._hurries else linger_s
         self._closing = Closing(shard.group, leaving, linger_s, drains=drains)
-        if self._hurries:
+        if self._hurries:  # also if that came only now
             self._closing.stop()
         return self._closing.hand_over()
 
@@ -95,8 +98,9 @@ class Closing:
         self._seat = group.seat
         self._until_s = time.monotonic() + linger_s
         self._lease: Session | None = None
+        # Somebody wants it to end now; a last look is under way; what is left lingers.
         self._is_over = self._is_last = self._has_moved = False
-        self._said = ""
+        self._said = ""  # what people were told is waited for
         self._told: set[VersionRef] = set()  # that they are lost
 
     def stop(self) -> None:
@@ -120,7 +124,7 @@ class Closing:
         try:
             if self._drains:
                 self._tell(self._let_finish())
-            if self._seat.spot:  # nobody stays for it
+            if self._seat.spot:  # nobody counts on what it has
                 return False
             step = self._give_up(LOOK_S)
             if isinstance(step, Awaited):
@@ -148,6 +152,7 @@ class Closing:
         return self._has_moved
 
     def _let_finish(self) -> Gone:
+        """Let readers finish; after `linger_s` the rest are left, and nothing lingers either."""
         ranges = rules.let_finish_ranges(self._seat, self._leaving)
         rule = partial(rules.let_finish, seat=self._seat, leaving=self._leaving)
         try:
@@ -159,6 +164,7 @@ class Closing:
             self._drains = False
 
     def _come(self) -> Awaited | Moved | Gone:
+        """Wait for all ranks to close, and move; after `linger_s`, let go of what is needed."""
         try:
             return self._patiently(self._give_up)
         except DeadlineExceeded:
@@ -170,6 +176,7 @@ class Closing:
         return f"replica {self._seat.replica!r}"
 
     def _give_up(self, timeout_s: float) -> Awaited | Moved | Gone:
+        """Perform `rules.give_up`, which asks for a lease at first, and waits once there is one."""
         rule = partial(
             rules.give_up,
             seat=self._seat,
@@ -181,6 +188,7 @@ class Closing:
         return self._run(rules.give_up_ranges(self._seat, self._leaving), rule, timeout_s)
 
     def _linger(self) -> None:
+        """Stay with each version in turn, until it is not needed or the time is over."""
         for each in self._leaving:
             ranges = rules.linger_ranges(each)
             stay = partial(rules.linger, each=each, world_size=self._seat.world_size)
@@ -191,7 +199,7 @@ class Closing:
                 self._tell(self._run(ranges, partial(rules.stop, each=each), LOOK_S))
 
     def _patiently(self, attempt: Callable[[float], T]) -> T:
-        """Try until the time is over; say so when that takes long."""
+        """Try until the time is over; after QUIET_S say, once, what is waited for."""
         left_s = self._until_s - time.monotonic()
         if left_s > QUIET_S:
             try:
@@ -210,6 +218,8 @@ class Closing:
         return run(settle(deadline.what, ranges, rule), self._group.kv, deadline, check=self._check)
 
     def _check(self) -> None:
+        """Raises: DeadlineExceeded, Fenced: It is to end now; or a lease of it has ended."""
+        # Only waits are cut short: first and last looks say what is needed, and what is lost.
         is_patient = self._drains or self._lease is not None
         if self._is_over and is_patient and not self._is_last:
             raise DeadlineExceeded("close", self._linger_s, "it is closed at once")
@@ -218,6 +228,7 @@ class Closing:
             raise Fenced(self._seat.replica, "its lease ended while it closed")
 
     def _tell(self, gone: Gone) -> None:
+        """Warn of each version that is lost, once: several steps find the same."""
         latest = "no version is left" if gone.latest is None else f"latest is now {gone.latest}"
         for ref in dict.fromkeys((*gone.lost, *gone.lost_here)):
             if ref in self._told:

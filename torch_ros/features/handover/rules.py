@@ -89,12 +89,13 @@ class Moved:
 class Gone:
     """It is not offered any more, or will not be in a moment."""
 
-    lost: tuple[VersionRef, ...] = ()  # what nobody else has, and somebody retains
-    lost_here: tuple[VersionRef, ...] = ()  # the same, in its datacenter; it is held elsewhere
-    latest: int | None = None  # what is left
+    lost: tuple[VersionRef, ...] = ()  # that nobody else has; people are told
+    lost_here: tuple[VersionRef, ...] = ()  # that nobody else has in this datacenter
+    latest: int | None = None  # the version that is `latest` without these
 
 
 def let_finish_ranges(seat: Seat, leaving: Sequence[Leaving]) -> Ranges:
+    """All that `let_finish` is decided from."""
     of_each = (
         range_ for each in leaving for range_ in (one(each.held), each.readers[0], *each.retention)
     )
@@ -106,18 +107,19 @@ def let_finish(
 ) -> Step[Gone]:
     """Before `give_up`: admit nobody any more, and wait until nobody reads. Each rank runs this.
 
-    It does not wait if something is to linger: that lets its readers finish by itself.
+    If something needed is to linger, since others could take it, that is offered in full again, and
+    nothing is waited for: lingering lets readers finish. Not `is_patient`: the time is over.
     """
     anchor, there = own_group(view, seat).lease_id, _there(view, leaving)
     keeps = {each: _keeping(view, each, seat) for each in there}
     needed = [] if seat.spot else [each for each in there if keeps[each].is_needed]
     lingers = any(_awaited(view, each, seat.inst, keeps[each]) for each in needed)
     state: Literal["full", "draining"] = "full" if lingers else "draining"
-    # Peers that do not leave keep a copy full for as long as it is needed.
+    # Not a copy of several ranks: peers that do not leave keep it full for as long as it is needed.
     changed = (
         needed if lingers else [e for e in there if e.inst == seat.inst or seat.world_size == 1]
     )
-    other = {each: there[each] for each in changed if there[each].state != state}
+    other = {each: there[each] for each in changed if there[each].state != state}  # to be changed
     reading = _reading(view, (each.readers[0] for each in there))
     if not is_patient or not (other if lingers else reading):
         lost = [] if lingers else _alone(view, seat, there)
@@ -139,6 +141,7 @@ def let_finish(
 
 
 def give_up_ranges(seat: Seat, leaving: Sequence[Leaving]) -> Ranges:
+    """All that `give_up` is decided from."""
     keys = seat.keys
     of_each = (
         range_
@@ -165,16 +168,19 @@ def give_up(
 ) -> Step[Awaited | Moved | Gone]:
     """The fate of all that a rank's group offers, when this rank closes.
 
+    Gone if nobody needs it, or nobody could take it. Otherwise this rank comes, by its ready record
+    of call CLOSING, and the rank that sees all of them moves everything to where it lingers.
+
     Args:
         calls_made: By this rank. A peer that has made another does not come.
         lease_id: For what lingers; 0: there is none yet, and `Awaited` says that one is needed.
+        is_patient: False: there is no time to wait for anybody.
 
-    Raises:
-        SeatLost: The group is gone, or a peer has left.
+    Raises: SeatLost: The group is gone, or a peer has left.
     """
     keys, world_size = seat.keys, seat.world_size
     if lease_id and any(view.get(each.lingers) for each in leaving):
-        return Done(Moved())
+        return Done(Moved())  # before; the group's own records are gone since then
     own_group(view, seat)
     there = _there(view, leaving)
     keeps = {each: _keeping(view, each, seat) for each in there}
@@ -211,7 +217,7 @@ def give_up(
 
 
 def _there(view: View, leaving: Sequence[Leaving]) -> dict[Leaving, Holding]:
-    """The holdings that are offered still."""
+    """The holdings of these that are offered still, whatever their state."""
     held = {each: Holding.at(view, each.held) for each in leaving}
     return {each: own for each, own in held.items() if own and own.uid == each.ref.uid}
 
@@ -219,6 +225,7 @@ def _there(view: View, leaving: Sequence[Leaving]) -> dict[Leaving, Holding]:
 def _dropped(
     view: View, there: Mapping[Leaving, Holding], own: tuple[Guard, ...], keeps: Iterable[Keeping]
 ) -> Act[Gone]:
+    """Delete all holdings, of which none is needed, as long as that is so (`keeps`)."""
     guards = (*own, *(view.unchanged(each.held) for each in there))
     guards = (*guards, *(guard for keep in keeps for guard in keep.guards))
     deletes = tuple(Delete(one(each.held)) for each in there)
@@ -228,10 +235,11 @@ def _dropped(
 def _moved(
     view: View, seat: Seat, there: Mapping[Leaving, Holding], ops: list[Op], lease_id: int
 ) -> Act[Awaited | Moved | Gone]:
+    """Put what all ranks show under its lingering name, and end the incarnation, all at once."""
     keys = seat.keys
     for each, held in there.items():
         shards = len(_ranks(view, keys.shards(each.lingering)))
-        if held.state == "full" and seat.world_size in {1, shards}:
+        if held.state == "full" and seat.world_size in {1, shards}:  # a single rank's is in `ops`
             stays = msgspec.structs.replace(held, is_original=False)
             ops.append(Put(each.lingers, stays.encode(), lease_id))
     # Also what a peer alone still offers: it may take a copy back that this rank has let go.
@@ -263,7 +271,7 @@ def linger(view: View, each: Leaving, world_size: int) -> Step[Gone]:
     if waiting and holding.state == "full":
         reason = _reason(waiting, [each], is_here=keep.only_in is not None)
         return Wait(reason, linger_ranges(each))
-    state: Literal["full", "draining"] = "full" if waiting else "draining"
+    state: Literal["full", "draining"] = "full" if waiting else "draining"  # or back
     # A group that comes only now may be one to stay for.
     alone: tuple[Guard, ...] = (NoneNewer(keys.groups(), view.rev),)
     unwanted = alone if keep.is_needed else keep.guards
@@ -284,7 +292,7 @@ def linger(view: View, each: Leaving, world_size: int) -> Step[Gone]:
 
 
 def stop(view: View, each: Leaving) -> Step[Gone]:
-    """The time is over."""
+    """The time to linger is over: delete the holding, whoever reads or is awaited."""
     if view.get(each.lingers) is None:
         return Done(Gone())
     lost = _gone_if_needed(view, each)
@@ -292,13 +300,14 @@ def stop(view: View, each: Leaving) -> Step[Gone]:
 
 
 def _keeping(view: View, each: Leaving, seat: Seat) -> Keeping:
+    """Whether a version is needed that would go with all that the group offers."""
     wanted = _wanted(view, each)
     dropped = GivenUp(seat.inst, each.datacenter, is_leaving=True, retain=wanted)
     return each.keeper.keeping(view, each.keys, each.ref, dropped)
 
 
 def _keeping_still(view: View, each: Leaving) -> Keeping:
-    """Whether a version is needed that lingers."""
+    """Whether a version that lingers is needed: by its own group too, which has no record now."""
     wanted = (*each.keeper.retain, *_wanted(view, each))
     dropped = GivenUp(each.lingering, each.datacenter, retain=wanted)
     return each.keeper.keeping(view, each.keys, each.ref, dropped)
@@ -320,10 +329,9 @@ def _others(view: View, keys: Keys, ref: VersionRef, inst: str, only_in: str | N
     """The replicas that `inst` stays for, which ends and alone has a version that is retained.
 
     Args:
-        only_in: The datacenter where it is; None: anywhere.
+        only_in: The datacenter where it is retained; None: anywhere.
 
-    Raises:
-        Unseen: Nobody, of those that were seen.
+    Raises: Unseen: None is among those that were seen, which are not all.
     """
     found = []
     for _, replica, group, _ in readable(view.seen(keys.groups()), k.parse_group, GroupRecord):
@@ -343,6 +351,7 @@ def _others(view: View, keys: Keys, ref: VersionRef, inst: str, only_in: str | N
 
 
 def _reading(view: View, ranges: Iterable[Range]) -> list[str]:
+    """The instances that read by the records in these ranges, one for each record."""
     return [
         reader
         for range_ in ranges
@@ -351,7 +360,7 @@ def _reading(view: View, ranges: Iterable[Range]) -> list[str]:
 
 
 def _alone(view: View, seat: Seat, leaving: Iterable[Leaving]) -> list[Leaving]:
-    """Those of a version that nobody else holds."""
+    """Those of `leaving` whose versions nobody else holds."""
     others = {
         offer.ref.uid
         for run in offered(view, seat.keys)
@@ -366,6 +375,7 @@ def _ranks(view: View, range_: Range) -> set[int]:
 
 
 def _gone_if_needed(view: View, each: Leaving) -> Gone:
+    """The end of a version that lingers; it is lost if it is needed still."""
     keep = _keeping_still(view, each)
     lost, here = ([each] if holds else [] for holds in (keep.is_needed, keep.only_in))
     return _gone(view, lost, {each.lingering}, here)
@@ -374,7 +384,7 @@ def _gone_if_needed(view: View, each: Leaving) -> Gone:
 def _gone(
     view: View, lost: Sequence[Leaving], own: Collection[str], here: Collection[Leaving] = ()
 ) -> Gone:
-    """The end without what is `lost`; of that, others have those that are in `here` elsewhere."""
+    """The end of `lost`, which only `own` hold; of these, others elsewhere hold those in `here`."""
     if not lost:
         return Gone()
     runs = offered(view, lost[0].keys)

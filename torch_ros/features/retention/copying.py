@@ -33,11 +33,7 @@ from torch_ros.store.txn import Delete, Op, Put, Ranges, Steps, Txn, View, one
 
 
 class LastCopies(Keeper):
-    """Keeps the last copy of a version that somebody retains, or reads from afar.
-
-    Args:
-        retain: The versions that this replica asks everybody to keep.
-    """
+    """Keeps the last copy of a version that somebody asks all to `retain`, or reads from afar."""
 
     def __init__(self, retain: tuple[str, ...] = ()) -> None:
         self.retain = retain
@@ -60,10 +56,13 @@ class LastCopies(Keeper):
     def on_unpublish(
         self, view: View, seat: Seat, call: Call, ref: VersionRef
     ) -> Step[Call | Outcome] | Keeping:
-        """Have a copy made if the tensors are the last one, and let them go once that is offered.
+        """Have a copy made first if a retained version would be lost, or far readers want one.
 
-        The rank that decides the call asks for the copy in its record; each rank that finds it
-        there returns to make its part, and comes back here.
+        The rank that decides asks for it in the call's record. Each rank that finds it there, and
+        the copy not yet offered, returns the call (`Done`), makes its part, and comes back here.
+
+        Returns: A step that comes first; or a `Keeping`: the tensors may go, under its guards. It
+        has none where the version may be lost, of a spot replica or since no copy could be made.
         """
         keep = keeping(view, seat.keys, ref, GivenUp(seat.inst, seat.datacenter))
         decides = call.by == seat.rank
@@ -91,8 +90,8 @@ class LastCopies(Keeper):
 def _copy_first(view: View, seat: Seat, call: Call, ref: VersionRef, keep: Keeping) -> Call | None:
     """The call, asking each rank for its part of a copy. None: the tensors go without one.
 
-    What is retained does not go without. For far readers a copy only saves a wait: it is optional,
-    asked for once, and not where memory has another one already.
+    A retained version does not go without. For far readers a copy only saves a wait: it is
+    optional, asked for once, and not where memory has another one already.
     """
     if _may_lose(seat, call):
         return None
@@ -110,9 +109,10 @@ def _copy_first(view: View, seat: Seat, call: Call, ref: VersionRef, keep: Keepi
 
 
 def do_without(view: View, seat: Seat, number: int) -> Step[bool]:
-    """This rank cannot make its part of a copy; True: it is needed, so the version may be lost.
+    """This rank cannot make its part of a copy, so call `number` goes on without one on all ranks.
 
-    A trainer that raised instead would stop at each step, for as long as memory is short.
+    True: It was needed: the version may be lost. False: it was not, or a peer said so before. Not
+    an error: a trainer would stop at each step, for as long as memory is short.
     """
     own_group(view, seat)
     call = find(view, seat, number)
@@ -132,7 +132,7 @@ def _has_copy(view: View, seat: Seat) -> bool:
     """Whether this incarnation offers a copy already, of this version or an earlier one.
 
     One with slow readers stays for long, and a trainer that made one at each step for far readers
-    would run out of memory.
+    would run out of memory. What lingers is none: its shards are of a handle that closes.
     """
     found = keyed(view.within(seat.keys.shards_of_copies(seat.replica)), k.parse_shard)
     return any(k.is_of(inst, seat.inst) and not k.lingers(inst) for _, inst, _ in found)
@@ -140,18 +140,12 @@ def _has_copy(view: View, seat: Seat) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CopiedPart:
-    """One rank's part of a copy in host memory.
+    """One rank's part of a copy in host memory."""
 
-    Attributes:
-        copy: The instance that offers it.
-        call: The number of the call that it was made in.
-        at_ms: Now.
-    """
-
-    copy: str
-    call: int
-    shard: ShardRecord
-    at_ms: int = 0
+    copy: str  # the instance that offers it
+    call: int  # the number of the call that it was made in
+    shard: ShardRecord  # by which readers find it
+    at_ms: int = 0  # now
 
 
 def copied(view: View, seat: Seat, kept: Kept, part: CopiedPart) -> Step[bool]:
@@ -238,8 +232,8 @@ def copying(seat: Seat, kept: Kept, part: CopiedPart) -> Steps[bool]:
 def release(view: View, seat: Seat, ref: VersionRef, copy: str) -> Step[None]:
     """Offer a copy for as long as it is needed (I4) or read from afar. Every rank runs this.
 
-    Ends when the copy is not offered any more, and nobody reads it. While it drains, its witness
-    may go, say: needed again, it is offered again.
+    Ends when the copy is not offered any more, and nobody reads it. If it is needed again while it
+    drains, as when its witness goes, it is offered again.
     """
     own_group(view, seat)
     keys = seat.keys
@@ -267,7 +261,7 @@ def release(view: View, seat: Seat, ref: VersionRef, copy: str) -> Step[None]:
 def _keeping_copy(view: View, seat: Seat, ref: VersionRef, copy: str) -> Keeping:
     """Whether a copy is needed: it is retained, or far readers have nobody else to read from.
 
-    Those that still read the tensors count: they were left for this copy, and are about to come.
+    Far readers of the tensors count: no unpublish waits for them, since they can come here.
     """
     keys = seat.keys
     keep = keeping(view, keys, ref, GivenUp(copy, seat.datacenter))

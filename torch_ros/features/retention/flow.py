@@ -77,11 +77,12 @@ class Retention(Feature):
     def _copy(self, number: int, *, is_optional: bool = False) -> ShardRecord:
         """Copy this rank's part of the held version, which call `number` gives up.
 
-        Returns:
-            The record by which readers find that copy.
+        Args:
+            is_optional: For far readers only: not made unless all ranks here have room for theirs.
 
-        Raises:
-            MemoryError: There is too little of it, or what is held is not there.
+        Returns: The record by which readers find that copy.
+
+        Raises: MemoryError: There is too little of it, or the held tensors are not there.
         """
         shard = self._shard
         shard.tensors.require_there()

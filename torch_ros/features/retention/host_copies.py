@@ -130,8 +130,7 @@ class Copies:
 
         One that was made in an earlier try of the same call is shown again.
 
-        Raises:
-            MemoryError: Memory is short.
+        Raises: MemoryError: Memory is short.
         """
         if number not in self._copies:
             # An optional copy needs room for those of all ranks here; one that is needed is tried.
@@ -166,7 +165,7 @@ class Copies:
             self._copies.popitem()[1].close()
 
     def _keep(self, number: int, seat: Seat) -> None:
-        """Offer a copy until nobody needs it, under each seat that this rank takes."""
+        """Offer a copy under each seat of this rank, until nobody needs it; then free it."""
         copy, group = self._copies[number], self._group
         version = copy.kept.ref.version
         shard, reminder = shard_of(copy.mailbox), Reminder()
@@ -191,7 +190,7 @@ class Copies:
             except (SeatLost, ClosedError):
                 break
             seat = group.seat
-        if group.ledger.is_closed:  # its readers may still be let finish: `close` frees it
+        if group.ledger.is_closed:  # a close may let readers finish first: `close` frees it
             return
         del self._copies[number]
         copy.close()

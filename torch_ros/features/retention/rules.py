@@ -57,7 +57,7 @@ def keeping(view: View, keys: Keys, ref: VersionRef, given_up: GivenUp) -> Keepi
     once, each the other's witness, one fails and asks again.
     """
     here = given_up.datacenter
-    witnesses = _witnesses(view, keys, ref, given_up)
+    witnesses = _witnesses(view, keys, ref, given_up)  # by datacenter, the key of a holding
     if here in witnesses:  # enough for both
         return Keeping(
             is_needed=False, guards=(view.unchanged(witnesses[here]),), is_elsewhere=True
@@ -69,13 +69,13 @@ def keeping(view: View, keys: Keys, ref: VersionRef, given_up: GivenUp) -> Keepi
     witness: tuple[Guard, ...] = tuple(map(view.unchanged, [*witnesses.values()][:1]))
     is_elsewhere = bool(witness)
     guards: tuple[Guard, ...] = (*witness, NoneNewer(keys.retains(here), view.rev))
-    if not is_elsewhere:
+    if not is_elsewhere:  # no witness anywhere: needed if anybody's spec names the version
         specs = [w.spec for w in own if not w.is_here] + [*retentions(view.within(keys.groups()))]
         unnamed = _guards_if_unnamed(view, keys, ref, specs)
         if unnamed is None:
             return Keeping(is_needed=True, guards=())
         guards = (*guards, NoneNewer(keys.groups(), view.rev), *unnamed)
-    if specs_here:
+    if specs_here:  # no witness here, or this had returned above
         unnamed = _guards_if_unnamed(view, keys, ref, specs_here, here)
         if unnamed is None:
             return Keeping(is_needed=True, guards=witness, is_elsewhere=is_elsewhere, only_in=here)
@@ -114,8 +114,7 @@ def _see_all_of(view: View, here: Range) -> None:
 
     A witness that is here may not be among a few of thousands, and a copy for nothing is dear.
 
-    Raises:
-        Unseen: They are not all in this view.
+    Raises: Unseen: They are not all in this view.
     """
     if not view.has(sample(here)):
         asked_before = (asked for asked in view.asked if isinstance(asked, Sample))
@@ -143,8 +142,9 @@ def _guards_if_unnamed(
     deepest = max((s.back for s in specs if s.absolute in (None, ref.version)), default=-1)
     above = newest_run[: 1 + deepest]  # one that goes would make each below it one newer
     guards: list[Guard] = [view.unchanged(staying[r][0]) for r in above if r in staying]
-    if ref not in newest_run:
+    if ref not in newest_run:  # no spec means an older run, as long as those above stay
         return guards
+    # The doubtful ones may stay or go: `ref` is `latest-<k>` for some k from fewest to most.
     fewest_newer = newest_run.index(ref)
     most_newer = fewest_newer + sum(r.run == ref.run and r.order > ref.order for r in doubtful)
     for spec in specs:
@@ -161,7 +161,7 @@ def _held_versions(
 ) -> tuple[dict[VersionRef, list[str]], set[VersionRef]]:
     """The versions that are held for good, with their holdings' keys; and the doubtful ones.
 
-    All holders of a doubtful version may go: it must neither count for certain, nor be left out.
+    All holders of a doubtful version may go: it neither counts for certain, nor is it left out.
 
     Args:
         datacenter: Where holdings count; None: anywhere.
@@ -184,8 +184,8 @@ def _held_versions(
 def _newer_versions(view: View, keys: Keys, ref: VersionRef, datacenter: str | None) -> list[Range]:
     """The ranges in which something changes when a newer version of its run comes to be held.
 
-    Holdings of one datacenter are together by version only: of each that has a record, and the
-    records, since one comes with each further version.
+    Of one datacenter, whose holdings have a range for each version: those of all versions that have
+    a record; and the records, since one comes with each further version.
     """
     if datacenter is None:
         return [Range(keys.holdings_of(ref.run, ref.version).end, keys.holdings(ref.run).end)]
