@@ -51,7 +51,7 @@ def test_a_report_and_the_log_say_why_a_call_began_again(opened, monkeypatch, ca
     unmoved = lambda _, seat: Wait("", (one(seat.group),))
     monkeypatch.setattr(membership, "watch_over", unmoved)
     trainer = opened("trainer")
-    group, offer, lost = inside(trainer).group, publishing._offer, []
+    group, offer, lost = inside(trainer).group, publishing._show, []
 
     def lose(*args, **options):
         offer(*args, **options)
@@ -59,7 +59,7 @@ def test_a_report_and_the_log_say_why_a_call_began_again(opened, monkeypatch, ca
             gone = Txn(ops=(Delete(one(group.seat.group)),))
             lost.append(group.kv.commit(gone, timeout_s=5))
 
-    monkeypatch.setattr(publishing, "_offer", lose)
+    monkeypatch.setattr(publishing, "_show", lose)
     with caplog.at_level(logging.DEBUG, logger="torch_ros"):
         published(trainer, 1, size=1000)
     assert trainer.reports[-1].turns == {"lost seat": 1}

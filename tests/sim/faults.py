@@ -1159,7 +1159,9 @@ def _(have_all_begun):
 
 
 answers(
-    "a call of dcp that never comes is waited for", "Beginnings._look_after", scenario="never comes"
+    "a call of dcp that never comes is waited for",
+    "Beginnings._end_if_late",
+    scenario="never comes",
 )
 
 

@@ -34,13 +34,13 @@ class Beginning:
     number: int  # of the group's next call when it began
     storage: weakref.ref[object]  # the writer or reader
     thread: int
-    left_s: float  # the last hook
+    left_s: float  # when dcp left the last hook
     is_in_hook: bool = False
     state: Literal["begun", "here", "over"] = "begun"
     failure: TorchRosError | None = None  # with which it was ended before it came
     told: str = ""  # the incarnation whose records say that it has begun
     looked_s: float = 0.0  # when it was last asked for
-    all_s: float | None = None  # when not all had begun yet; the last one did right after
+    all_s: float | None = None  # the last look before all had begun; None: they have not
 
     @contextmanager
     def hook(self) -> Iterator[None]:
@@ -57,7 +57,7 @@ class Beginning:
 
     @property
     def lost(self) -> str:
-        """Why it is ended if it never comes."""
+        """The reason with which it is ended if it never comes to its save or load."""
         return f"'{self.asked}' failed on this rank before its data were asked for"
 
     def must_look(self, inst: str, now_s: float) -> bool:
@@ -75,8 +75,7 @@ class Beginning:
     def come(self, call: Callable[[], T]) -> T:
         """Make the save or load itself.
 
-        Raises:
-            CallAborted: Too late: it was ended, for all ranks.
+        Raises: CallAborted: Too late: it was ended, for all ranks.
         """
         if self.failure is not None:
             raise self.failure
@@ -91,8 +90,8 @@ class Beginnings:
     """The beginnings of one handle.
 
     Args:
-        end: Makes the group's next call, as the call of DCP, for it to fail with
-            that error on all ranks. Called with nothing locked.
+        end: Makes the group's next call, as the call of DCP, and lets it fail with that error on
+            all ranks. Called with nothing locked.
     """
 
     def __init__(self, group: Group, end: Callable[[Beginning, TorchRosError], None]) -> None:
@@ -104,8 +103,8 @@ class Beginnings:
     def begin(self, asked: Asked, storage: object) -> Beginning:
         """Note that a call of DCP begins on this rank. Returns at once.
 
-        Whether the others have begun it is asked by a thread, which ends the call on all ranks if
-        it never comes here: not for one rank, as nobody waits for it.
+        A thread asks whether the others have begun it, too, and ends the call on all ranks if it
+        never comes here. A replica of one rank needs none: nobody waits for it.
         """
         group = self._group
         number, now_s = group.ledger.calls_made + 1, time.monotonic()
@@ -137,6 +136,7 @@ class Beginnings:
         return CallAborted(seat.replica, self._group.ledger.calls_made + 1, seat.rank, why)
 
     def _mind(self) -> None:
+        """In a thread, while there are beginnings: end those that will not come, or are late."""
         while True:
             self._group.pause()
             with self._lock:
@@ -147,13 +147,13 @@ class Beginnings:
                 minded = list(self._all)
             for one in minded:
                 try:
-                    self._look_after(one)
+                    self._end_if_late(one)
                 except TorchRosError as error:  # etcd is away, say: the next call ends it
                     log.debug("%s: %s", one.asked, error)
                 except Exception:  # this thread minds the others too
                     log.exception("%s: its beginning is not minded", one.asked)
 
-    def _look_after(self, one: Beginning) -> None:
+    def _end_if_late(self, one: Beginning) -> None:
         """End a beginning that will not come here, or that keeps the others waiting too long."""
         if one.state == "begun" and one.storage() is None:
             self._end(one, self.error(one.lost))
@@ -162,6 +162,7 @@ class Beginnings:
             return
         now_s, inst = time.monotonic(), self._group.seat.inst
         if one.must_look(inst, now_s):
+            # The last rank may have begun right after the look before this one.
             before_s, one.looked_s = one.looked_s or one.left_s, now_s
             have_all_begun = self._group.have_all_begun(one.number, one.asked)
             one.told = inst

@@ -43,11 +43,11 @@ class LoadTarget:
     """The tensors that a load will fill, and whether they make a whole version."""
 
     state: LocalState
-    answer: str  # "held", "whole" or "a part"; "" if the ranks differ
+    answer: str  # "held": it has the version; "whole" or "a part": to read; "": the ranks differ
 
 
 class Destination(Protocol):
-    """A state dict that is loaded into."""
+    """The tensors and objects that are loaded into, such as a state dict."""
 
     def fill(self, layouts: Sequence[Layout]) -> LocalState:
         """The tensors and objects to read from a source with these layouts, rank by rank."""
@@ -122,8 +122,8 @@ class Checkpoints:
     def begin(self, verb: str, version: int | str, storage: object) -> Beginning:
         """Note that DCP begins a save or load on this rank; its `save` or `load` may never come.
 
-        Its number is the group's next one. So those that this thread began before, and never came
-        to, are ended first.
+        Its number is the group's next one. Calls that this thread began before, and never came to,
+        are therefore ended first, each under a number of its own.
 
         Args:
             storage: DCP's writer or reader. When nobody has it any more, the call will not come.
@@ -133,7 +133,7 @@ class Checkpoints:
 
         def end_those_left() -> None:
             shard.end_beginnings(made)
-            made.number = shard.group.ledger.calls_made + 1
+            made.number = shard.group.ledger.calls_made + 1  # those that were ended took some
 
         if shard.beginnings.left(made):
             shard.busy(end_those_left, is_member=False)
@@ -167,11 +167,7 @@ class Checkpoints:
         return shard.busy(check)
 
     def save(self, request: SaveRequest) -> bool:
-        """Give up what is held, register and publish. Checked before anything changes.
-
-        Returns:
-            As `ShardHandle.publish`.
-        """
+        """Give up what is held, register and publish, checked before. Returns as `publish` does."""
         return self.save_made(request.version, lambda: request, request.timeout_s, request.begun)
 
     def save_made(
@@ -208,7 +204,8 @@ def agree(
 
     Args:
         check: This rank's own; a rank that is cut off from etcd asks nobody else.
-        effects: Decides by the records of the run's versions whether the ranks may go on, or one.
+        effects: Refuses, by the records of the run's versions, what may not go on. One rank alone
+            asks then, too.
 
     Returns:
         What all ranks say; "" if they differ.
@@ -257,7 +254,7 @@ class _Save:
         return self._made()
 
     def run(self, deadline: Deadline) -> bool:
-        """Whether it is offered now."""
+        """Copy if asked to, unpublish, and publish. Whether the version is offered now."""
         shard, request, self._deadline = self._shard, self._request, deadline
         self._transforms = request.copier.transforms if request.copier is not None else ()
         self._registered = None
@@ -286,20 +283,20 @@ class _Save:
         """
         shard, asked, store_wait_s = self._shard, self._request.asked, self._request.store_wait_s
         counted = shard.group.ledger.not_waited_for
-        # Ranks that transform differently could each publish, and together have no version.
+        # If ranks transform differently, each could publish, and together they have no version.
         may_differ = bool(self._transforms) and not shard.is_alone
         if shard.held is not None or may_differ:
             shard.begin("agree", asked.check, self._deadline, store_wait_s)
         else:
             shard.begin("publish", asked, self._deadline, store_wait_s)
-            if counted is None:
+            if counted is None:  # nor does a peer take anything for held
                 return
         try:
             self._check_on_all_ranks()
         except ContractBroken:  # what is held was written to: its readers must not have it
             shard.unpublish(self._deadline, counted=counted)
             raise
-        except CutOff:  # of a peer, which has checked its own part
+        except CutOff:  # of a peer, which goes on alone once it has checked its own part; so do we
             if store_wait_s is None:
                 raise
         try:
@@ -327,7 +324,7 @@ class _Save:
 
     @property
     def _answer(self) -> str:
-        """Says in a record of etcd which transforms this rank was given."""
+        """The digest of this rank's transforms: in etcd's records, ranks compare theirs by it."""
         return blake2b(repr(self._transforms).encode(), digest_size=8).hexdigest()
 
     def _check(self) -> str:
@@ -336,7 +333,7 @@ class _Save:
         self._state = state = self._gather()
         _ = state.layout  # raises, where it has none
         held = self._shard.held
-        is_over_it = not self._stager_memory.isdisjoint(state.spans)
+        is_over_it = not self._stager_memory.isdisjoint(state.spans)  # over what is held
         if self._request.from_stager and is_over_it and held is not None:
             raise ContractBroken(
                 held.version,
@@ -361,7 +358,7 @@ class _Save:
         if self._registered is None:
             copier = self._request.copier
             if copier is not None:
-                copier.turn()  # before they are shown: Ctrl-C may come at any moment
+                copier.turn()  # first: after Ctrl-C here, no copy is made over what is shown
             is_copy = self._request.from_stager or copier is not None
             registered = self._shard.tensors.show(self._state, is_copy=is_copy)
             self._registered = registered
@@ -371,7 +368,7 @@ class _Save:
                 attendant.shown(registered)
         return self._registered
 
-    def _more(self, uid: str, is_offered: bool) -> Mapping[str, int]:  # of `Content`
+    def _more(self, uid: str, is_offered: bool) -> Mapping[str, int]:  # `Content.more`
         more: dict[str, int] = {}
         for attendant in self._attendants:
             more.update(attendant.more(uid, is_offered=is_offered))
@@ -395,7 +392,7 @@ class Load(Target):
         if answer == "held":
             return self._already_held()
         shard.unpublish(self._deadline, may_forget=False)
-        terms = calls.SourceTerms(
+        terms = calls.SourceTerms(  # a part is fine, too: the group is no source then
             is_required=False, is_served=request.is_served, is_relayed=answer == "whole"
         )
         spec, has_read = Spec.parse(request.version), False
@@ -408,7 +405,7 @@ class Load(Target):
             self.ends(has_read=has_read)
 
     def ends(self, *, has_read: bool) -> None:
-        """The read has ended, well or not: nothing stays registered that is not held."""
+        """The read has ended, well if `has_read`: nothing stays registered that is not held."""
         del has_read
         self._shard.hide_unless_held()
 
@@ -433,19 +430,19 @@ class Load(Target):
         layout = state.layout
         shard.reading.plan(pinned.layouts, layout, shard.group.seat.rank)
         is_held = request.is_served and shard.held == pinned.ref
-        if is_held and shard.tensors.are(state, is_alone=shard.is_alone):
+        if is_held and shard.tensors.are(state, is_alone=shard.is_alone):  # no tensor is written
             return LoadTarget(state, "held")
         state.require_writable(f"{request.asked}")
         if pinned.is_only_here:
             self._require_another_holder()
-        shard.group.ledger.keep_sight(pinned.seat, pinned.seen)
+        shard.group.ledger.keep_sight(pinned.seat, pinned.seen)  # to decide the next call from it
         is_whole = logical([layout]).digest == logical(pinned.layouts).digest
         if not (is_whole or request.is_partial):
             self._tell_left_out(pinned, layout)
         return LoadTarget(state, "whole" if request.is_served and is_whole else "a part")
 
     def _tell_left_out(self, pinned: PinnedVersion, layout: Layout) -> None:
-        """Warn, once in a handle, that tensors stay as they are which may be wanted too."""
+        """Warn, once in a handle, of tensors that are not read, though the user may want them."""
         shard, request = self._shard, self._request
         names = left_out(pinned.layouts, layout, is_all=shard.is_alone)
         if not names or not shard.tensors.is_news("a part"):
@@ -484,7 +481,7 @@ class Load(Target):
             group.ask(spec_ranges(keys), rule, self._deadline)
 
     def _already_held(self) -> ReadReport:
-        """Fill in the objects alone: the tensors have the version, and hold it still."""
+        """Fill in the objects alone: the registered tensors are these, and have the version."""
         shard, checked = self._shard, self._checked
         held, registered = shard.held, shard.tensors.registered
         assert checked is not None
@@ -511,6 +508,7 @@ class Load(Target):
     def register(self, layouts: Sequence[Layout]) -> LocalState:
         """Show what was checked, or what is planned anew where the source has other layouts."""
         checked, pinned = self._checked, self._pinned.layouts if self._pinned else ()
+        # By identity: while a source shows the same layout, `Peers` gives the same object.
         is_as_checked = all(a is b for a, b in zip(layouts, pinned, strict=False))
         if checked is not None and is_as_checked:
             return self._shard.tensors.show(checked.state)

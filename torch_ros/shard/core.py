@@ -64,7 +64,7 @@ class Settings:
 
 
 def shard_of(mailbox: Mailbox, **says: Any) -> ShardRecord:
-    """This process as peers see it; `says`: what features add to the record."""
+    """The record by which peers find this process; `says`: fields of it that features fill."""
     return ShardRecord(socket.gethostname(), os.getpid(), mailbox.card, **says)
 
 
@@ -108,7 +108,7 @@ class Shard:
         self.is_closed: bool = False
         self.lock: threading.RLock = threading.RLock()  # of the call that is under way
         self._ending = threading.Lock()
-        self._caller, self._pid = 0, os.getpid()  # the thread that is in a call
+        self._caller, self._pid = 0, os.getpid()  # the thread that is in a call; 0: none is
         self.beside: list[int] = []  # threads in calls that others may go on beside
         _open_shards.add(self)
         _close_open_shards_at_exit()
@@ -120,7 +120,7 @@ class Shard:
         return kept.ref if kept else None
 
     def base(self) -> Base | None:
-        """The content that a change could be applied to: it has read, holds and shows all of it.
+        """The content that a change could be applied to: what this shard has read, and shows whole.
 
         Asked right before that is unpublished. None: the tensors are its own, which may have been
         written to since they were published, or something was read into them.
@@ -200,7 +200,7 @@ class Shard:
 
     @property
     def asked(self) -> Asked:
-        """The call of the caller that is under way."""
+        """The user's call that is under way; the group's calls are its parts."""
         asked = self.group.ledger.caller
         assert asked is not None
         return asked
@@ -209,6 +209,8 @@ class Shard:
         """The end of a call that is asked for as `what`; None: after the handle's `timeout_s`."""
         timeout_s = self.settings.timeout_s if timeout_s is None else timeout_s
         arguments.seconds("timeout_s", timeout_s)
+        # Set by face/aio.py: was the awaiting task cancelled? Then `check_open` raises, and a wait
+        # that does not ask it ends by `is_cut`, as if its time were over.
         group, is_cut = self.group, is_cancelled.get()
         check_open = unless_cancelled(group.ledger.check_open)
         return Deadline(f"{what}", timeout_s, check_open=check_open, hint=self.hint, is_cut=is_cut)
@@ -225,7 +227,7 @@ class Shard:
         Raises: UsageError: There are none, or a version is held.
         """
         if self.tensors.is_empty:
-            self.tensors.require(call)
+            self.tensors.require(call)  # raises
         self.require_nothing_held(call)
         return self.tensors.current(call)
 
@@ -257,9 +259,7 @@ class Shard:
     def _make(self, task: GroupTask[T]) -> T:
         """Make it, and let features know when an unpublish has ended, well or not."""
         if task.kind in ("publish", "replicate"):
-            self.tensors.brought = (
-                None  # what a `read` put there is this call's content from now on
-            )
+            self.tensors.brought = None  # what a `read` put there is of this call from now on
         try:
             return self.group.make(task)
         finally:
@@ -277,12 +277,10 @@ class Shard:
     def begin(
         self, kind: Kind, asked: Asked, deadline: Deadline, store_wait_s: float | None = None
     ) -> None:
-        """Catch up for a call that is made of several, the first of which is of this kind.
+        """Catch up before the first of the group's calls, of this kind, that a user's call makes.
 
         Where that fails, its number counts as used: the peers go on, and this rank stays in step.
-
-        Args:
-            store_wait_s: As of `publish`: where it is given, a call without a seat goes on.
+        With `store_wait_s`, as of `publish`, a call without a seat goes on.
         """
         try:
             self.catch_up(deadline, Patience(store_wait_s=store_wait_s))
@@ -307,15 +305,15 @@ class Shard:
         memory and not the store.
 
         Args:
-            may_forget: Whether to go on without etcd; not if something is read into the tensors
-                next, under a call that peers with a seat would not know of.
+            may_forget: Whether to go on without etcd. Not if something is read into the tensors
+                next: peers that have their seats would not know of that call.
             counted: What this rank's peers may take for held though it does not, as after a
                 publication that was not waited for: then it makes their unpublish with them.
         """
         held, counted = self.held, counted or self.group.ledger.not_waited_for
         for feature in self.features:
             feature.unpublishes()
-        for feature in self.features if may_forget else ():
+        for feature in self.features if may_forget else ():  # else a read comes next
             feature.gives_up()
         try:
             self.catch_up(deadline, Patience(is_unpublish=may_forget))
@@ -324,7 +322,7 @@ class Shard:
             with self.tracing.around("unpublish", version=held.version):
                 asked = Asked("unpublish", held.version)
                 self.make(self._unpublication(held, asked, deadline, passing))
-        except SeatLost as lost:
+        except SeatLost as lost:  # for good, or etcd is away
             if not isinstance(lost, Fenced) and not may_forget:
                 raise
             for feature in self.features:
@@ -366,7 +364,7 @@ class Shard:
     # Calls of DCP, from where they begin
 
     def end_beginnings(self, mine: Beginning | None) -> None:
-        """End those that never came to their save or load, before this thread makes a call.
+        """End beginnings that never came to their save or load, before this thread makes a call.
 
         Their peers wait in them, and would take this thread's call for the one that they made.
         """
@@ -374,10 +372,11 @@ class Shard:
             self._end_now(one, self.beginnings.error(one.lost))
 
     def end_beginning(self, one: Beginning, error: TorchRosError) -> None:
-        """The same for one of them, from a thread that makes no call itself."""
+        """End one of them, by the thread of `Beginnings`, which makes no calls of its own."""
         self.busy(partial(self._end_now, one, error), is_member=False)
 
     def _end_now(self, one: Beginning, error: TorchRosError) -> None:
+        """End one beginning for all ranks; when it comes after all, it raises `error`."""
         if one.state == "begun":  # still, now that no other call is under way
             log.warning("%s", error)
             one.state, one.failure = "over", error
@@ -427,7 +426,7 @@ class Shard:
                 self.observed.end()
 
     def _leaves(self, linger_s: float, *, drains: bool) -> bool:
-        """Whether its group has left, before it gives up its seat."""
+        """Let features leave first, while this has its seat. Whether one has done all of it."""
         has_left = False
         for feature in self.features:
             has_left |= feature.leaves(linger_s, drains=drains)

@@ -23,9 +23,9 @@ class Content:
     """The tensors to offer.
 
     Args:
-        tensors: Registers them, or says where the registered ones are. Called within the call.
-        more: Says which addresses readers of this uid shall know, by name; the second argument is
-            whether it is offered when the call has ended.
+        tensors: Registers them, or finds the registered ones; called within the call of the group.
+        more: Says which addresses readers of this uid shall know, by name. The second argument:
+            whether the uid is offered as soon as the call ends, or only when etcd is back.
     """
 
     tensors: Callable[[], LocalState]
@@ -33,24 +33,20 @@ class Content:
 
 
 def publish(
-    shard: Shard,
-    version: int,
-    content: Content,
-    deadline: Deadline,
-    store_wait_s: float | None,
+    shard: Shard, version: int, content: Content, deadline: Deadline, store_wait_s: float | None
 ) -> bool:
-    """Offer tensors as a version; the answer is whether they are offered now."""
+    """Offer tensors as a version. False: only once etcd is back, which was away `store_wait_s`."""
     watch, asked = Stopwatch(), shard.asked
 
     def perform(call: GroupCall) -> bool:
-        if call.may_hold is None:
+        if call.may_hold is None:  # else a try before may have ended well, and readers have come
             shard.word.void_unless_held()  # the last call may have ended badly
         watch.lap("decide")
-        registered = content.tensors()
+        registered = content.tensors()  # which may fail, so before anything is decided
         watch.lap("tensors")
         call.decide_to_publish(check_version(version), shard.tracing.traceparent())
         watch.lap("decide")
-        _offer(shard, content, call, registered, is_offered=True)
+        _show(shard, content, call, registered, is_offered=True)
         watch.lap("digest")
 
         def sum_up(said: Mapping[int, str]) -> None:
@@ -59,21 +55,21 @@ def publish(
             call.complete(end)
 
         call.finish(registered.sharding.digest, sum_up)
-        if call.ref.uid != call.fresh_uid:
+        if call.ref.uid != call.fresh_uid:  # compared with the first publisher's, where one can
             shard.word.serve(call.mark, registered.buffer)
         watch.lap("commit")
         report(call, registered, is_offered=True)
         log.info("published version %d of %r", version, shard.model)
         return True
 
-    def unseated(call: GroupCall) -> bool:
+    def unseated(call: GroupCall) -> bool:  # in place of `perform`, while etcd is away
         watch.lap("decide")
         registered = content.tensors()
         watch.lap("tensors")
         end = shard.manifests.alone(registered)
         call.traceparent = shard.tracing.traceparent()
         call.go_on_without(check_version(version), registered.sharding.digest, end)
-        _offer(shard, content, call, registered, is_offered=False)
+        _show(shard, content, call, registered, is_offered=False)
         watch.lap("digest")
         _say_not_waited(shard, version, store_wait_s)
         report(call, registered, is_offered=False)
@@ -89,7 +85,7 @@ def publish(
 
 
 def _say_not_waited(shard: Shard, version: int, store_wait_s: float | None) -> None:
-    """A warning, once in an outage."""
+    """Warn that the version is not offered yet; in an outage, all but the first are at INFO."""
     before = [each for each in shard.reports.last() if isinstance(each, PublishReport)]
     is_told = bool(before) and not before[-1].is_offered
     log.log(
@@ -100,10 +96,13 @@ def _say_not_waited(shard: Shard, version: int, store_wait_s: float | None) -> N
     )
 
 
-def _offer(
+def _show(
     shard: Shard, content: Content, call: GroupCall, registered: LocalState, *, is_offered: bool
 ) -> None:
-    """Digest the tensors, and say that all of them are there as the call's version."""
+    """Digest the tensors, and set the word: they are the call's version, which may be read now.
+
+    `is_offered`: it is offered as soon as the call ends; else when etcd is back.
+    """
     finish_kernels(registered.cuda_devices)
     shard.tensors.offered()
     depth = shard.settings.depth
@@ -111,5 +110,5 @@ def _offer(
     shard.mailbox.show_digests(shard.digests, content.more(call.ref.uid, is_offered))
     if call.ref.uid == call.fresh_uid:
         shard.word.serve(call.mark, registered.buffer)
-    else:  # it may have other bytes than who published it first
+    else:  # another one published it first, perhaps other bytes: nothing is read before the end
         shard.word.show_nothing(call.mark, registered.buffer)
