@@ -5,14 +5,14 @@ from torch_ros.store.latch import Latch
 
 
 class Dropped(ClosedError):
-    """Nobody wants any more what a thread reads.
+    """Ends a thread's read that nobody wants any more.
 
-    One of ours: nobody waits for a source that is mute.
+    As an error of ours, it leaves the connections to sources as they are: others read by them.
     """
 
 
 class Bell:
-    """Rung by any thread, in a finalizer too. Who waits takes the latch, then looks, then waits."""
+    """Rung by any thread, or finalizer. Take the latch, look, then wait: so no ring is missed."""
 
     def __init__(self) -> None:
         self.latch: Latch = Latch()

@@ -71,7 +71,7 @@ def find(shard: Shard, spec: Spec, deadline: Deadline) -> PinnedVersion:
         own = group.seat.inst  # last: it is about to read from another
         sources = sorted(who_knows(view, seat, offer), key=lambda i: (i == own, failures[i]))
         if sources[0] in {own, *failures} and not shows_all(view, keys, offer):
-            raise Unseen  # a sample of the holders, of which none is left to be asked
+            raise Unseen  # the view has a sample of the holders, and none left to ask: see all
         record = VersionRecord.decode(view.entries[key].value, key)
         return Done((offer.ref, record.layout, sources[0]))
 
@@ -89,7 +89,7 @@ def find(shard: Shard, spec: Spec, deadline: Deadline) -> PinnedVersion:
             group.fence(lost, session)
             group.await_seat(deadline)
             continue
-        except (PeerError, ManifestMismatch) as error:  # of one that fills, ranks may differ yet
+        except (PeerError, ManifestMismatch) as error:  # ranks of one that reads may differ yet
             reason = str(error)
         failures[source] += 1
         deadline.check(f"version {ref.version} at {replica_of(source)!r}: {reason}")
@@ -105,8 +105,7 @@ def wait_for(
 ) -> dict[int, set[str]]:
     """Wait until `predicate` of the available versions is true; see `ShardHandle.wait`.
 
-    Args:
-        of_trainers: What no replica published does not count.
+    `of_trainers`: versions do not count that no replica published.
     """
     deadline = shard.deadline("wait", timeout_s)
     group, keys = shard.group, shard.group.seat.keys

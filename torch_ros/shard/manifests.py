@@ -36,11 +36,7 @@ class Manifests:
     def of(self, inst: str, deadline: Deadline, world_size: int = 1) -> list[Manifest]:
         """The manifests that the ranks of another replica show now, rank by rank.
 
-        Args:
-            world_size: How many there are at least.
-
-        Raises:
-            SourceLost: One of them is gone.
+        Raises: SourceLost: One of them is gone; `world_size` is how many there are at least.
         """
         shards = self.shards(inst, deadline, world_size)
         return self._shown(shards, replica_of(inst), deadline)
@@ -85,6 +81,7 @@ class Manifests:
             SourceLost: A rank shows other tensors than it was ready with.
         """
         answers = answers_of(said)
+        # None: no call has ended with these answers yet. "": one has, and the ranks lacked a part.
         layout = self._group.ledger.layout_of(answers)
         if layout is None or (is_required and not layout):
             layouts = self._layouts_of(registered, said, deadline)
@@ -97,7 +94,7 @@ class Manifests:
     def _layouts_of(
         self, registered: LocalState, said: Mapping[int, str], deadline: Deadline
     ) -> Sequence[Layout]:
-        """The layouts of all ranks; one, where each has everything."""
+        """The layouts that all ranks show; this rank's alone, if each rank has everything."""
         mine = registered.sharding
         have_all_the_same = mine.is_whole and set(said.values()) == {mine.digest}
         if have_all_the_same or len(said) == 1:
@@ -131,7 +128,10 @@ class Manifests:
     def _shown(
         self, shards: Sequence[ShardRecord], source: str, deadline: Deadline
     ) -> list[Manifest]:
-        """Read one manifest after the other; a peer of this replica that is mute is waited for."""
+        """Read the manifests of these processes, one after the other.
+
+        A mute peer of this replica is waited for; another replica is left after a while, as lost.
+        """
         manifests = []
         can_do_without = None if source == self._group.seat.replica else lambda _: True
         for rank, shard in enumerate(shards):
@@ -147,11 +147,7 @@ class Manifests:
     def shards(self, inst: str, deadline: Deadline, world_size: int = 1) -> list[ShardRecord]:
         """The records of the ranks of replica `inst`, rank by rank.
 
-        Args:
-            world_size: How many there are at least.
-
-        Raises:
-            SourceLost: One of them is gone.
+        Raises: SourceLost: One of them is gone; `world_size` is how many there are at least.
         """
         within = self._group.seat.keys.shards(inst)
         found = self._group.ask((within,), lambda v: Done(_records(v, inst, within)), deadline)
@@ -170,7 +166,7 @@ class Manifests:
             shards = _records(view, seat.inst, within, seat.world_size)
             if len(shards) == seat.world_size:
                 return Done(shards)
-            # A rank has lost its seat. What the others show is not what the group holds.
+            # A rank has lost its seat, and the others alone do not show all that the group holds.
             reason = (
                 f"{len(shards)} of {seat.world_size} ranks of {seat.replica!r} have their seats"
             )
@@ -182,6 +178,7 @@ class Manifests:
 def _records(
     view: View, inst: str, within: Range, world_size: float = math.inf
 ) -> list[ShardRecord]:
+    """The shard records of a group's ranks below `world_size`; one that is illegible is lost."""
     found = keyed(view.within(within), parse_rank)
     try:
         return [ShardRecord.decode(e.value, key) for key, rank, e in found if rank < world_size]

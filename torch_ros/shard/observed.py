@@ -19,7 +19,7 @@ class Observed:
         reports.listeners.append(self.tally.add)
         self.newest: VersionRef | None = None  # that its calls have heard of
         self.staged: dict[str, Callable[[], int]] = {  # bytes that it holds beside its tensors
-            "staging": lambda: reading.staging_bytes,
+            "staging": lambda: reading.staging_bytes
         }
 
         # The things that have not ended yet, by their kind.

@@ -28,8 +28,8 @@ log = log_of(__name__)
 def require_equal(shard: Shard, call: GroupCall, layout: str, deadline: Deadline) -> None:
     """Compare what this replica is about to offer with what an older publisher of it shows.
 
-    Readers take bytes of both. The last rank to be ready asks, before the call ends. Where one of
-    both has no digests, nothing tells whether they are equal; under the default model's name, which
+    Readers mix bytes of both. The last rank to be ready asks, before the call ends. If one of the
+    two has no digests, nothing tells whether they are equal; under the default model's name, which
     two jobs may share by accident, a warning says so.
 
     Args:
@@ -53,13 +53,14 @@ def require_equal(shard: Shard, call: GroupCall, layout: str, deadline: Deadline
         log.info("version %d of %r is not compared: %s", ref.version, replica_of(inst), error)
         return
     theirs, tensors = _digests(manifests), _tensors(manifests)
+    # Only if the elder shows the version's layout: it may have gone on to other tensors.
     if layout != tensors.digest == published(shard, ref, deadline):
         own = _tensors(shard.manifests.own(deadline))
         require_same(ref.version, replica_of(inst), tensors, own)
     mine = _digests(shard.manifests.own(deadline)) if theirs.totals else Digests()
     if mine.totals and mine.depth == theirs.depth:
         fqn = first_difference(mine.totals, theirs.totals)
-        if fqn is not None and find_elder() == found:  # else it showed its next content, perhaps
+        if fqn is not None and find_elder() == found:  # else these may be of its next content
             reason = f"{replica_of(inst)!r} has published it with other content: tensor {fqn!r}"
             raise VersionConflict(shard.model, ref.version, ref.run, reason)
     elif shard.model == DEFAULT_MODEL and shard.tensors.is_news("publishers"):
@@ -90,11 +91,7 @@ def _digests(manifests: list[Manifest]) -> Digests:
 
 
 class ReadFrom:
-    """The publishers from whom one version was read, of which nothing may have compared the bytes.
-
-    Args:
-        version: The number.
-    """
+    """The publishers from whom one version is read: without digests nobody compares their bytes."""
 
     def __init__(self, shard: Shard, version: int) -> None:
         self._shard, self._version = shard, version

@@ -52,7 +52,7 @@ def reach(
     check: Callable[[], None],
     judging: Judging | None = None,
 ) -> Feed:
-    """Connect to the processes of one of the sources. `check` raises when nothing is read more."""
+    """Connect to a source's processes. `check` raises when nothing is to be read any more."""
     is_there, has_other = partial(sources.is_there, source), partial(sources.has_other, source)
     shows = replica_of(source.inst), source.mark, source.is_full
     feed_source = FeedSource(*shows, is_there, has_other, check, judging)
@@ -63,7 +63,7 @@ class Target:
     """The tensors that a version is read into: those of the handle's `register`.
 
     Args:
-        base: What they had until this call; taken once, by its first source.
+        base: What they had until this call. None after the first source: they are a mixture then.
     """
 
     def __init__(self, shard: Shard, base: Base | None = None) -> None:
@@ -96,16 +96,16 @@ class Target:
 def replicate(shard: Shard, spec: Spec, target: Target, deadline: Deadline) -> VersionRef | None:
     """Read a whole version into the registered tensors.
 
-    None, where `spec` may miss it: there is none, or none any more.
+    None, where `spec` may miss it: there is no such version, or it went before the read began.
 
-    Raises:
-        VersionNotFound: Likewise, when a part of it had been read.
+    Raises: VersionNotFound: It went when a part of it had been read.
     """
     shard.read_begins(deadline)
     offers = (feature.supplier(spec, deadline) for feature in shard.features)
     target.supplier = supplier = next(filter(None, offers), None)
     version = f"{spec}" if spec.absolute is None else spec.absolute
     floor = spec.floor.version if spec.floor else None
+    # Ranks without the supplier would answer that there is none, where the others read it.
     or_in = supplier.called if supplier is not None and spec.may_miss else ""
     asked = Asked("replicate", version, floor=floor, if_there=spec.may_miss, or_in=or_in)
     read = Replication(shard, spec, target, deadline)
@@ -121,9 +121,10 @@ def replicate(shard: Shard, spec: Spec, target: Target, deadline: Deadline) -> V
 def read_and_heal(shard: Shard, asked: Asked, read: "Replication") -> VersionRef | None:
     """Read a version; once more after CorruptWeights, preferring other sources.
 
-    If a part was made of what was there, that may have been wrong, so the error names no source:
-    read in full from the same ones first. Where a supplier has another version for one that cannot
-    be read, go to that, until it has none. All ranks get the same error, so all try again.
+    Where a part was made of what the tensors had, that may have been wrong: the error blames no
+    source then, and the same ones are read in full, which does not count as a try. Where a supplier
+    has another version for one that cannot be read, go to that, until it has none. All ranks get
+    the same error, so all try again.
     """
     with shard.tracing.around(SPANS.get(shard.asked.verb, "replicate")):
         avoided: Collection[str] = ()
@@ -175,7 +176,7 @@ class Replication:
         self.has_begun: bool = False  # the target may have a part of a version
 
     def begin(self, avoided: Collection[str]) -> None:
-        """Begin with nothing here; other sources are preferred to `avoided`."""
+        """Begin a try, with nothing read yet, that prefers others to the sources `avoided`."""
         self.avoided, self._watch = avoided, Stopwatch()
         self.ref: VersionRef | None = None
         self.progress: Progress | None = None  # of the tensors that are registered for it
@@ -188,7 +189,7 @@ class Replication:
         self._call: GroupCall | None = None
 
     def suspect_sources(self, error: CorruptWeights) -> None:
-        """Let all prefer others for a while. If they are not told: the bytes are checked anyway."""
+        """Let all readers prefer others for a while. Untold, they find the wrong bytes, too."""
         try:
             if self.sources:  # a bucket, say, is no replica
                 suspect(self._shard.group, self.sources, str(error))
@@ -196,7 +197,10 @@ class Replication:
             log.warning("%s may be read from again: %s", self.source, lost)
 
     def known_failure(self, error: TorchRosError) -> TorchRosError:
-        """The error that all ranks get, though a supplier fails on each in a way of its own."""
+        """The error that ended the call for all ranks, if this rank's may be its own supplier's.
+
+        Whether they pass a version over is to be decided by the same error on all ranks.
+        """
         call = self._call
         if call is None or not call.is_decided or not call.decided.must:
             return error
@@ -206,13 +210,14 @@ class Replication:
         return outcome.failure.error() if outcome and outcome.failure else error
 
     def is_passed_over(self, error: TorchRosError) -> bool:
-        """Whether the call is made once more, for another version than it was decided for."""
+        """Whether the call is made once more, for another version: the supplier says."""
         supplier, call = self._target.supplier, self._call
         if supplier is None or call is None or not call.is_decided:
             return False
         return supplier.is_passed_over(call.decided, error)
 
     def perform(self, call: GroupCall) -> VersionRef | None:
+        """Make this rank's part, once more each time the call begins again. None: no version."""
         self._target.prepare()
         self._book_lost_time()
         self.choose(call)
@@ -236,7 +241,7 @@ class Replication:
             supplier.choose(call, rule, claim)
 
     def _read(self, call: GroupCall) -> None:
-        """Bring what was decided, and end the call with the peers."""
+        """Bring what was decided, from sources or the supplier; end the call with the peers."""
         shard = self._shard
         shard.tracing.link(call.decided.traceparent)
         if call.has_ended:  # while this rank had no seat; its part was done
@@ -244,7 +249,7 @@ class Replication:
             self._report(call)
             return
         self._watch.lap("decide")
-        if self.progress is not None:  # it relays, or not, by this decision
+        if self.progress is not None:  # this decision, made anew, may say otherwise who relays
             (self.progress.hush if self._is_leaf(call) else self.progress.speak)()
         if self.ref != call.ref:
             shard.word.void()  # it may show a part of another one, from before a seat was lost
@@ -252,7 +257,7 @@ class Replication:
         what = f"version {call.ref.version} of {shard.model!r}"
         display = shard.settings.displays(what, shard.group.seat.rank)
         with closing(Meter(display)) as meter:
-            if call.decided.must:
+            if call.decided.must:  # what a rank without that supplier could not bring
                 self._read_from_elsewhere(call, meter)
             else:
                 self._read_from_sources(call, meter)
@@ -260,6 +265,7 @@ class Replication:
         self._report(call)
 
     def _read_from_elsewhere(self, call: GroupCall, meter: Meter) -> None:
+        """Have the supplier bring all of it: it does not go on where another try stopped."""
         supplier = self._target.supplier
         assert supplier is not None  # this rank knows what the call asks for
         self._shard.word.void()
@@ -268,6 +274,7 @@ class Replication:
         self.progress = supplier.fill(call, meter)
 
     def _read_from_sources(self, call: GroupCall, meter: Meter) -> None:
+        """Read from the claimed sources, and from others in place of those that are lost."""
         claimed, before = ClaimedSources(call), _count_lost(call)
         try:
             claimed.read(call.decided.sources, partial(self._fetch, claimed, meter))
@@ -286,7 +293,7 @@ class Replication:
             self._watch.lap("read")
 
     def _fetch(self, claimed: ClaimedSources, meter: Meter, sources: Sequence[Source]) -> None:
-        """Read the blocks that are missing: objects first. Once more, if a source is lost in it."""
+        """Read the blocks that are missing, objects first; called again when a source is lost."""
         call = claimed.call
         self._book_lost_time()
         feeds = [self._feed_of(claimed, source) for source in sources]
@@ -300,7 +307,7 @@ class Replication:
         try:
             supplies = [[self._plan(feed, phase.layout) for feed in feeds] for phase in phases]
         except SourceLost:
-            if not progress.bytes_read:  # the names and digests that it told go with it
+            if not progress.bytes_read:  # forget the names and digests that the lost source told
                 self._shard.word.void()
                 self.start(call.ref)
             raise
@@ -320,7 +327,7 @@ class Replication:
         shard, base, change = self._shard, self._target.base, None
         self._target.base = None
         is_there = base is not None and base.registered is progress.target
-        if base is not None and is_there and self.verification.proves_all:
+        if base is not None and is_there and self.verification.proves_all:  # a wrong byte is found
             ref, deadline = self.verification.ref, self.deadline
             change = Change(base, ref, supplies, shard.reading, deadline, hurries=True)
             self._should_be_fast = False
@@ -338,6 +345,7 @@ class Replication:
         return call.seat.leaves.is_leaf(call.seat, call.decided)
 
     def _note_sources(self, sources: Sequence[Source], feeds: Sequence[Feed]) -> None:
+        """Note whom is read from, for reports, and whether that should be fast."""
         self.source = ", ".join(feed.source.replica for feed in feeds)
         here = socket.gethostname()
         self._should_be_fast = all(
@@ -346,6 +354,7 @@ class Replication:
         self.sources += [source.inst for source in sources]
 
     def _register(self, source: Source, feed: Feed) -> Progress:
+        """Register the target's tensors, for what the first source shows; nothing is there yet."""
         with self.verification.as_published(feed):
             registered = self._target.register(feed.layouts)
         finish_kernels(registered.cuda_devices)  # those that still use the old content
@@ -377,6 +386,7 @@ class Replication:
         watch.lap("commit")
 
     def _report(self, call: GroupCall) -> None:
+        """Report a read that has ended well, and warn of one that was slower than copying is."""
         progress, watch = self.progress, self._watch
         assert progress is not None
         self.report = report = ReadReport(

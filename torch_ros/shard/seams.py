@@ -42,9 +42,9 @@ class Change:
     """A way from what a rank's tensors have to another content, which sources show.
 
     Args:
-        supplies: Of the tensors, with the plans of reads in full.
-        reading: Whoever stages bytes of the change reads by this.
-        hurries: An engine stands still meanwhile.
+        supplies: How the tensors would be read in full, from each source: the way if this fails.
+        reading: The handle's way to read spans: bytes of the change are read by it, too.
+        hurries: An engine stands still meanwhile; not while the change is only staged.
     """
 
     base: Base
@@ -71,28 +71,29 @@ class Staged(Protocol):
 
 
 class Supplier(Protocol):
-    """One rank's way to a version that no replica has, in one replicate of its caller.
+    """One rank's way to a version that no replica has, such as a bucket.
 
-    It lasts over all seats and tries.
+    It is made for one replicate of the user's, and lasts over all seats and tries of that.
     """
 
     where: str  # for reports
-    called: str  # as what is asked names it, or ranks that have none would differ silently
+    called: str  # its name in `Asked`: a rank that has none makes another call, and all are told
 
     def choose(
         self, call: GroupCall, rule: Callable[..., Step[Call]], claim: Callable[[Effects], None]
     ) -> None:
-        """Decide, and claim, by `rule`, or that the version is brought from elsewhere.
+        """Decide a version that replicas have, and claim sources; or one to bring from elsewhere.
 
         Args:
-            rule: The rule for versions that replicas have. It takes another `spec`.
+            rule: The rule for versions that replicas have; it may be given another `spec`.
+            claim: Makes the call's decision, by the rule that it is given, and claims sources.
         """
 
     def fill(self, call: GroupCall, meter: Meter) -> Progress:
         """Fill the registered tensors with what was decided, and show them. The word is clear."""
 
     def is_passed_over(self, decided: Call, error: TorchRosError) -> bool:
-        """Note that what was decided could not be read. Whether to make the call once more."""
+        """Note that the version could not be read. Whether to make the call again, for another."""
 
 
 class Judges(Protocol):
@@ -167,8 +168,7 @@ class Feature:
     def acts_first(self, call: GroupCall, decided: Call) -> None:
         """Do this rank's part of what an unpublish, as it is recorded, asks of each rank first.
 
-        Raises:
-            TorchRosError: It ends the call.
+        Raises: TorchRosError: It ends the call.
         """
 
     def takes_back(self) -> None:
@@ -233,8 +233,7 @@ class Feature:
         Returns:
             None: nothing was brought, and blocks are read.
 
-        Raises:
-            SourceLost, DeadlineExceeded, SeatLost: As any read.
+        Raises: SourceLost, DeadlineExceeded, SeatLost: As any read.
         """
         return None
 
@@ -260,11 +259,11 @@ class Feature:
         """The handle is about to be closed, and all is as it was. Any thread calls."""
 
     def leaves(self, linger_s: float, *, drains: bool) -> bool:
-        """Whether the group has left by what is done now: calls raise, and the lease lives still.
+        """Leave in a way of the feature's, while calls raise and the lease lives; whether it has.
 
         Args:
             linger_s: How long that may take. Any thread may end it by `nobody_waits`.
-            drains: Readers are to be let finish.
+            drains: Whether readers of what is held are let finish.
         """
         return False
 

@@ -30,7 +30,7 @@ class Brought:
 
 
 class Tensors:
-    """At most one set of tensors at a time. The caller makes sure that nobody reads them."""
+    """At most one set of tensors at a time. Who replaces one makes sure that nobody reads it."""
 
     def __init__(self, mailbox: Mailbox, pages: Pages, features: Sequence[Feature] = ()) -> None:
         self._mailbox, self._pages, self._features = mailbox, pages, features
@@ -44,8 +44,9 @@ class Tensors:
     def show(self, state: LocalState, *, is_copy: bool = False) -> LocalState:
         """Register `state` in place of the tensors before, and show it.
 
-        The same tensors stay registered, which would cost milliseconds, and the buffers that are
-        registered with them take over the objects of `state`.
+        Tensors that are registered already stay so, since registering costs milliseconds; only the
+        objects of `state` go into the buffers that are registered with them. `is_copy`: they were
+        made for one version, and no later call may publish them.
         """
         registered = state.known or state
         if registered is not state:
@@ -59,12 +60,12 @@ class Tensors:
                 registered.layout, registered.addresses, registered.devices, registered.regions
             )
         except BaseException:
-            self.hide()
+            self.hide()  # the mailbox may have let go of those before already
             raise
         self.registered, self.is_copy, self._places = registered, is_copy, places
         for feature in self._features:
             feature.lets_go()
-        self._named = registered.named or self._named
+        self._named = registered.named or self._named  # a save or load keeps those of `register`
         if self._pages.is_on and self._mailbox.regions is not before:
             self._pages.follow(*registered.unpinned())
         return registered
@@ -77,7 +78,7 @@ class Tensors:
         if self._named is not None or (self.registered is not None and not self.is_copy):
             raise UsageError("this handle has registered tensors; unregister() them first")
         self.examine(state)
-        if self.registered is None:
+        if self.registered is None:  # else a copy is shown: `current` shows these in its place
             self.show(state)
         self._named = state.named
 
@@ -135,9 +136,9 @@ class Tensors:
             self._named.require_in_use(call)
 
     def _found(self, call: str) -> LocalState:
-        """The tensors of `register`, registered again where their memory is elsewhere by now."""
+        """The tensors of `register`, shown again if others are, or their memory is elsewhere."""
         named = self._named
-        if named is None:
+        if named is None:  # `register` was not called: the last save or load has tensors, perhaps
             self._require_no_copy(call)
             return self.require(call)
         shown = self.registered if self.registered and self.registered.named is named else None
@@ -169,8 +170,8 @@ class Tensors:
     def are(self, state: LocalState, *, is_alone: bool) -> bool:
         """Whether the tensors of `state` are those that are registered, in the same memory.
 
-        Objects do not count: they come in new buffers each time. Nor does whether a tensor is
-        spread over ranks, where there is only one.
+        Objects do not count: they come in new buffers each time. Where the replica has one rank
+        (`is_alone`), it does not count either whether a tensor is spread over ranks.
         """
         registered = self.registered
         if registered is None:
@@ -195,7 +196,7 @@ class Tensors:
 
     @property
     def freed(self) -> str:
-        """Tells of a tensor whose memory was freed since it was shown; "": of none.
+        """Tells, as a sentence, of a tensor whose memory was freed since it was shown; "": of none.
 
         That memory may be another tensor's by now, which readers would take for this one's.
         """
@@ -220,7 +221,7 @@ def _places(registered: LocalState) -> list[int]:
 def first_changed(
     registered: LocalState, before: Sequence[int], after: Sequence[int]
 ) -> str | None:
-    """The fqn of the first chunk whose digests differ."""
+    """The fqn of the first chunk whose digests differ; None: all are equal."""
     for chunk, old, new in zip(registered.layout.chunks, before, after, strict=True):
         if old != new:
             return registered.layout.tensors[chunk.tensor].fqn

@@ -25,7 +25,7 @@ from torch_ros.store.loops import Act, Done, Step
 from torch_ros.store.txn import View
 
 T = TypeVar("T")
-End = Callable[[Next], Act[T] | Done[T]]  # makes a step of what was found
+End = Callable[[Next], Act[T] | Done[T]]  # ends the search: makes the step for what was found
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class UpdateRequest:
 
     version: int | str
     timeout_s: float | None = None
-    policy: Callable[[Policy], Policy] = lambda own: own  # of the shard's, the one to go by
+    policy: Callable[[Policy], Policy] = lambda own: own  # the one to go by, given the shard's
 
 
 def update(shard: Shard, request: UpdateRequest) -> VersionRef | None:
-    """Go to `request` if it is newer than what is held; None: it is not."""
+    """Go to the version of `request` if it is newer than what is held; None: it is not."""
     asked, flow = Asked.of("update", request.version), partial(update_at_once, shard, request)
     return collectively(shard, asked, flow, request.timeout_s)
 
@@ -73,7 +73,7 @@ class Search:
         self.shard, self.deadline = shard, deadline
         self.spec, self.held = Spec.parse(request.version), shard.held
         self._sight: Sight | None = None
-        is_chosen = self.spec.absolute is not None
+        is_chosen = self.spec.absolute is not None  # the user names a number: no policy decides
         self.policy = NEWEST if is_chosen else request.policy(shard.policy)
 
     def begin(self) -> None:
@@ -114,7 +114,7 @@ class Search:
             call.decide((), recorded)
 
             def sum_up(said: Mapping[int, str]) -> None:
-                end = Outcome(said=max(said.values()))
+                end = Outcome(said=max(said.values()))  # an objection, if there is one
                 call.complete(end, ahead=unpublish_ranges(call.seat, held) if held else ())
 
             call.finish(self.objection(), sum_up)
@@ -126,7 +126,7 @@ class Search:
 
     @contextmanager
     def given_up(self, deadline: Deadline) -> Iterator[Target]:
-        """Give up what is held; within, the replicate starts from what that has read along."""
+        """Give up what is held; the replicate within may decide by what that has read along."""
         shard, passing = self.shard, Passing(self._sight, replicates=True)
         target = Target(shard, shard.base())
         shard.unpublish(deadline, may_forget=False, passing=passing)
@@ -136,7 +136,7 @@ class Search:
             shard.group.ledger.take_sight(shard.group.seat)
 
     def _find(self) -> Next:
-        """Look for a newer version, as a call of the group; or, alone, by one read."""
+        """Look for a newer version: as a call of the group, or, in a group of one, by one read."""
         shard, group, deadline = self.shard, self.shard.group, self.deadline
         ranges = newer_ranges(group.seat.keys, self.held)
         if not shard.is_alone:
@@ -161,7 +161,7 @@ class Search:
     def _effects(self, view: View, seat: Seat, call: Call) -> Step[Call]:
         return self._step(view, seat, partial(decided_next, view, seat, call))
 
-    def _step(self, view: View, seat: Seat, end: End[T]) -> Step[T]:
+    def _step(self, view: View, seat: Seat, end: End[T]) -> Step[T]:  # `step`, features told
         held = self.held
         if held is not None:
             for feature in self.shard.features:

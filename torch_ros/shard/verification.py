@@ -5,13 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from torch_ros.deadline import Deadline
-from torch_ros.errors import (
-    CorruptWeights,
-    ManifestMismatch,
-    NotSupported,
-    SourceLost,
-    UsageError,
-)
+from torch_ros.errors import CorruptWeights, ManifestMismatch, NotSupported, SourceLost, UsageError
 from torch_ros.printable import log_of
 from torch_ros.protocol.calls import SourceTerms
 from torch_ros.protocol.records import Outcome, VersionRecord, VersionRef
@@ -57,7 +51,7 @@ class Verification:
             raise SourceLost(feed.source.replica, reason, 0, 0) from error
 
     def _is_published(self, feed: Feed) -> bool:
-        """Whether the source shows the layout of the version's record; also if that is gone."""
+        """Whether the source shows the layout of the version's record; True if that is gone."""
         layout = published(self._shard, self.ref, self._deadline)
         try:
             return not layout or (logical(feed.layouts).digest == layout and is_whole(feed.layouts))
@@ -74,7 +68,8 @@ class Verification:
     def _digests_of(self, feed: Feed, inst: str) -> Digests:
         """The version's digests, as far as this source knows them.
 
-        A rank that does not verify takes those that are ready, for readers of its own that do.
+        A rank that does not verify adds up none, and takes totals that are there: its own readers
+        may verify.
         """
         self._manifests = manifests = [manifest for _, manifest in feed.manifests]
         verifies, has_some = self._shard.settings.depth != "off", manifests[0].depth != "off"
@@ -92,7 +87,7 @@ class Verification:
 
     @property
     def known(self) -> Digests:
-        """The version's digests, if the first source knew them, also where nobody verifies."""
+        """The version's digests, added up now if the first source has them only by chunk."""
         if not self._expected.totals and self._manifests:
             with suppress(NotSupported):  # overlapping parts: their digests do not add up
                 found = digests_of(self._manifests)
@@ -115,7 +110,7 @@ class Verification:
         return self.compares and self._expected.depth == "full"
 
     def digest(self, registered: LocalState) -> bool:
-        """Digest this rank's part, and show that: the last rank to be ready compares all ranks'.
+        """Digest this rank's part, and show its digests: the last rank to be ready compares all.
 
         Returns:
             Whether anything was digested. A rank that does not verify only passes totals on.
@@ -138,7 +133,7 @@ class Verification:
         Raises: CorruptWeights: They differ.
         """
         shard, expected, version = self._shard, self._expected, self.ref.version
-        if is_unproven and not self.proves_all:
+        if is_unproven and not self.proves_all:  # no tensor is known to be wrong, nor a source
             raise CorruptWeights(shard.model, version, "?", "")
         if shard.settings.depth == "off" or expected.depth == "off":
             return
@@ -178,7 +173,8 @@ def require_content(
     """Name the tensor that a replica lacks; the end of its call only says that layouts differ.
 
     Args:
-        wanted: The contents, as a source has shown them; a relay may show a part.
+        wanted: The contents, as a source has shown them. A relay may have shown a part: then their
+            digest is not the published one, and no tensor is named.
         end: The layout that the ranks of this replica have all of.
 
     Raises: ManifestMismatch: They lack a tensor.
@@ -202,7 +198,7 @@ def published(shard: Shard, ref: VersionRef, deadline: Deadline) -> str:
 def digests_of(manifests: Sequence[Manifest]) -> Digests:
     """The digests of a version's whole tensors, by what the ranks of one source show.
 
-    None, if that does not tell: a rank has no digests, or such of another depth.
+    Of depth "off", where that does not tell: a rank has no digests, or such of another depth.
 
     Raises: NotSupported: Parts overlap, so that their digests do not add up.
     """

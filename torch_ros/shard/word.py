@@ -14,14 +14,14 @@ from torch_ros.transfer.registered import Buffer
 
 
 class OwnWord:
-    """The word follows the group's calls: readers believe it, whatever became of a call."""
+    """Sets the word as the group's calls go: readers believe it, whatever became of a call."""
 
     def __init__(self, group: Group, mailbox: Mailbox, features: Sequence[Feature]) -> None:
         self._ledger, self._mailbox, self._features = group.ledger, mailbox, features
-        self._ledger.skip = self.skip
+        self._ledger.skip = self.skip  # called where it learns of a call that this rank missed
 
     def serve(self, mark: int, buffer: Buffer | None = None) -> None:
-        """All of a call's content is there, and in this buffer."""
+        """Let all of a call's content be read; `buffer`, if it is a copy's, is told its word."""
         self._mailbox.serve(mark, ALL_BLOCKS)
         if buffer is not None:
             buffer.name(Word(mark, ALL_BLOCKS).pack())
@@ -29,8 +29,8 @@ class OwnWord:
     def show_nothing(self, mark: int, buffer: Buffer | None = None) -> None:
         """Name the call, and no byte of it: only its end says whether what is there is its content.
 
-        A publisher of a number that another one has published may have other bytes; what was made
-        of deltas may have gone wrong.
+        Until then it is not known whether this publisher has the same bytes as another one of the
+        same number, or whether tensors that were made of deltas are right.
         """
         self._mailbox.serve(mark, 0)
         if buffer is not None:  # borrowers find it in the store, perhaps before this rank knows
@@ -45,7 +45,7 @@ class OwnWord:
     def void_unless_held(self) -> None:
         """Clear it if the replica holds nothing: where a call ends, and before the next begins.
 
-        After `show_nothing`, where this rank has learned late that the call ended well, serve all.
+        Where it has learned late that a call ended well, after `show_nothing`: serve all of that.
         """
         held = self._ledger.held
         if self._ledger.holds is None:

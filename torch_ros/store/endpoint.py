@@ -34,8 +34,7 @@ TLS_OPTIONS = ("ca", "cert", "key")
 def located(endpoint: str) -> str:
     """Where `endpoint` is, for those who start none: "local" is this user's etcd on this host.
 
-    Raises:
-        StoreUnavailable: None runs.
+    Raises: StoreUnavailable: None runs.
     """
     if endpoint != "local":
         return endpoint

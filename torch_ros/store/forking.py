@@ -48,8 +48,7 @@ _here = _Forking()
 def begin(user: object) -> None:
     """Say that `user` is about to open channels.
 
-    Raises:
-        UsageError: This process was forked while its parent was within gRPC.
+    Raises: UsageError: This process was forked while its parent was within gRPC.
     """
     _here.is_lost = _here.is_lost or not _becomes(lambda: _here.awaited <= _threads(), END_S)
     if _here.is_lost:

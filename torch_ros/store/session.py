@@ -36,8 +36,7 @@ class Session:
         name: Whose session this is, for logs.
         clock: Seconds, like `boot_time`.
 
-    Raises:
-        StoreUnavailable: No lease was granted.
+    Raises: StoreUnavailable: No lease was granted.
     """
 
     def __init__(
