@@ -34,7 +34,7 @@ class Leaves:
         return call
 
     def ended(self, view: View, seat: "Seat", call: Call) -> Txn | None:
-        """Make a leaf that has no source yet a relay, if all older holdings, now seen, say so.
+        """Make a leaf relay after all, if the older holdings, all of them seen now, ask for it.
 
         None: the group is no leaf in this call, or stays one.
         """

@@ -347,7 +347,7 @@ class Seating:
         deadline = Deadline(what, math.inf, check_open=self.ledger.check_open)
         taking = _Taking(self.kv, applicant, deadline, self.fence_at_last)
         with self.ledger.lock:
-            outage.alone_since_s, outage.is_away = time.monotonic(), False
+            outage.alone_since_s, outage.is_away = time.monotonic(), False  # etcd has answered
             shard, changes_told = self.ledger.brought(applicant.shard)
         back = dataclasses.replace(applicant, shard=shard, run=old.run, run_number=old.run_number)
         try:

@@ -139,7 +139,7 @@ def who_knows(view: View, seat: Seat, offer: AvailableVersion) -> list[str]:
         if is_relaying(held) and held.uid == offer.ref.uid
         if not distance(held.datacenter, seat) and not k.is_of(inst, seat.inst)
     ]
-    seed = [inst for _, inst in sorted(seeds)[:1]] if far else []
+    seed = [inst for _, inst in sorted(seeds)[:1]] if far else []  # else near ones are enough
     return [*near, *seed, *far]
 
 
@@ -484,6 +484,7 @@ def _claiming(view: View, seat: Seat, call: Call, chosen: Candidates) -> Act[Cla
     with_sources = call.with_sources(*places)
 
     def claimed(reply: Reply) -> Claimed:
+        # Each is called when it is attached to: it raises if that source is lost.
         learn = map(partial, repeat(learned), offers, _shards_got(reply))
         return Claimed(with_sources, dict(zip(places, learn, strict=True)))
 

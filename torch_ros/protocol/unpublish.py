@@ -59,7 +59,7 @@ def unpublish(
 def _let_go(
     view: View, seat: Seat, call: Call, ref: VersionRef, keep: Keeping, at_ms: int
 ) -> Step[Call | Outcome]:
-    """Delete the holding once nobody is waited for; until then it drains, so that nobody comes."""
+    """Delete the holding once nobody is waited for, or after `drain_s`; until then it drains."""
     own_key, range_ = seat.holding(ref), _readers_of_tensors(seat, ref)
     readers, holding = near_and_far(view, range_), Holding.at(view, own_key)
     assert holding is not None
@@ -70,7 +70,7 @@ def _let_go(
         nobody_came = nobody(view, range_)
         return conclude(view, seat, call, Outcome(at_ms=at_ms), (*guards, nobody_came), gone)
     is_decided = find(view, seat, call.number) is not None
-    if not is_decided or holding.state != "draining":
+    if not is_decided or holding.state != "draining":  # so that nobody else comes to read
         draining = msgspec.structs.replace(holding, state="draining")
         return recorded(view, seat, call, guards, (holding_put(view, seat, ref, draining),))
     who = ", ".join(sorted({*map(k.replica_of, waited_for)}))

@@ -191,8 +191,8 @@ def give_up(
     waiting = {name for each in needed for name in _awaited(view, each, seat.inst, keeps[each])}
     alive = _ranks(view, keys.shards(seat.inst))
     is_ahead = any(call.number > calls_made for call in calls_of(view, seat))
-    if not (is_patient and waiting) or len(alive) < world_size or is_ahead:
-        here = [each for each in needed if keeps[each].only_in]
+    if not (is_patient and waiting) or len(alive) < world_size or is_ahead:  # a wait is in vain
+        here = [each for each in needed if keeps[each].only_in]  # others elsewhere hold these
         return Done(_gone(view, needed, {each.inst for each in leaving}, here))
     if not lease_id:
         is_here = all(keeps[each].only_in for each in needed)
