@@ -34,11 +34,11 @@ class Costs:
             raise UsageError(f"{self}: expected speeds above 0 bytes/s")
 
     def direct_s(self, spans: _Ints, useful_bytes: _Ints) -> _Floats:
-        """Estimate the time to read the runs of a piece straight into the target."""
+        """Estimate, for each piece, the time to read its runs straight into the target."""
         return spans * self.descriptor_s + useful_bytes / self.read_bytes_per_s
 
     def staged_s(self, spans: _Ints, read_bytes: _Ints, useful_bytes: _Ints) -> _Floats:
-        """Estimate the time to read `spans` with gaps into staging and to copy the rest out."""
+        """Estimate, for each piece, the time to read it with gaps, and copy it from staging."""
         reading = spans * self.descriptor_s + read_bytes / self.read_bytes_per_s
         return reading + spans * self.copy_s + useful_bytes / self.copy_bytes_per_s
 

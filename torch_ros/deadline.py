@@ -13,7 +13,7 @@ class Cancelled(BaseException):
 
 
 is_cancelled: ContextVar[Callable[[], bool] | None] = ContextVar("is_cancelled", default=None)
-"""Says in a thread whether nobody waits any more for the call that it makes."""
+"""Set by `face/aio.py` in a thread that makes a call for a task: was the task cancelled?"""
 
 
 def unless_cancelled(check: Callable[[], object] = lambda: None) -> Callable[[], None]:
@@ -37,9 +37,9 @@ def wall_ms() -> int:
 class Deadline:
     """The end of a call: `what` is being done, within `timeout_s` from when this was made.
 
-    `check_open` raises when it is to end earlier. `hint` adds to the reason for a wait something
-    that helps people; it may ask etcd. When `is_cut` is true, nobody waits any longer: it is asked
-    every 2 s.
+    `check_open` raises when the call is to end earlier. `hint` adds to the reason for a wait
+    something that helps people; it may ask etcd. `is_cut`, asked every 2 s, says that nobody waits
+    for the call any longer: then its time is over, also where `check_open` is not asked.
     """
 
     what: str

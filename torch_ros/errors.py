@@ -191,9 +191,9 @@ class CallMismatch(UsageError):
 
     replica: str
     call: int
-    asked: str
-    decided: str
-    rank: int = -1  # that found it, and asked; -1: this one
+    asked: str  # by `rank`
+    decided: str  # by the ranks that came first
+    rank: int = -1  # that found the mismatch; -1: the one that raises this
     behind: int = 0  # how many more calls its peers have made
 
     def _said(self) -> str:
@@ -288,7 +288,7 @@ class SourceLost(PeerError):
     Bytes that were read so far are in the target tensors; treat their content as undefined.
     """
 
-    is_orderly = False  # it has only stopped serving: nothing failed
+    is_orderly = False  # it has only stopped serving: nothing failed, so nobody suspects it
 
     _message = (
         "lost replica {self.replica!r} ({self.what}){self.progress}, and no other replica has the "
@@ -326,7 +326,7 @@ class CorruptWeights(PeerError):
     model: str
     version: int
     fqn: str
-    source: str  # ""; deltas have brought a part, and what they were applied to may be wrong
+    source: str  # "": deltas have brought a part, and what they were applied to may be wrong
 
     @property
     def origin(self) -> str:
@@ -352,7 +352,7 @@ class CorruptDelta(PeerError):
 
 @dataclass(eq=False, repr=False)
 class LoanBroken(PeerError):
-    """A borrowed copy was written over before the block was left, whoever has unlocked it.
+    """A borrowed copy was written over before the block was left: its lock was lost, as by a fork.
 
     Bytes that were used inside the block may be a mixture of two versions.
     """

@@ -1,4 +1,4 @@
-"""Who asks for a place in a replica's group."""
+"""Asking for a place in a replica's group."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

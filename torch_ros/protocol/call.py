@@ -65,8 +65,8 @@ class Passing:
     """The place of an unpublish that is a part of another call.
 
     Args:
-        sight: The view that it may be decided from; it guards all that it does.
-        replicates: A replicate comes next, within the same call of the caller.
+        sight: May be decided from in place of a new view: guards protect all that is done upon it.
+        replicates: A replicate comes next, within the same user's call.
     """
 
     sight: Sight | None = None
@@ -81,7 +81,7 @@ class Parting:
     """A rank's acts beside its part in an unpublish.
 
     Args:
-        sees: Told of each view that it is decided from.
+        sees: Told of each view that the unpublish is decided from.
         acts: Does what the call, as it is recorded, asks of each rank before readers are awaited.
     """
 
@@ -93,7 +93,7 @@ NO_PARTING = Parting()
 
 
 class GroupCall(Attempt):
-    """One rank's part in one call of its group."""
+    """One rank's part in one call of its group: `decide`, its own work, `finish`; or `give_up`."""
 
     def __init__(
         self, seating: Seating, number: int, kind: Kind, asked: Asked, deadline: Deadline
@@ -102,13 +102,13 @@ class GroupCall(Attempt):
         self.seating: Seating = seating
         self._ledger, self.deadline = seating.ledger, deadline
         self.start(seating.seat, seating.session)
-        # Of the caller's call that is under way; its end, without etcd, comes within a later one.
+        # Marked now with the user's call: its end may be made within a later one (`end`).
         self.part = self._ledger.part(Call(number, kind, asked, self.seat.rank))
         self._call: Call | None = None  # the group's call, as this rank found it last
         self.read_from: set[str] = set()  # the sources for which a reader record may be there
-        self._ends_by: Failure | None = None  # see `end`
-        self.is_unproven = False  # a rank has said so of its part
-        self.refuses = False  # it is made only to end a call of the caller: see `meeting.meet`
+        self._ends_by: Failure | None = None  # for `end`, if nothing else has ended it by then
+        self.is_unproven = False  # the part of a rank is, as its `Ready` says
+        self.refuses = False  # it is made only to end a user's call: see `meeting.meet`
         self.said: str = ""  # agree: by all ranks, once it has ended
         self.waited_for: set[str] = set()  # unpublish, on the rank that decided: replicas
         self.left_behind: set[str] = set()  # those that had not done when its time was over
@@ -120,7 +120,7 @@ class GroupCall(Attempt):
         self.seat, self.session = seat, session
         self.seen: View | None = None  # what the next step may begin with, if guards protect it
         self._was_counted = False  # this rank knows that its ready record was put
-        self.attached: dict[str, Callable[[], Source]] = {}  # with the claim: by place
+        self.attached: dict[str, Callable[[], Source]] = {}  # along with the claim; by place
 
     @property
     def is_decided(self) -> bool:
@@ -174,8 +174,8 @@ class GroupCall(Attempt):
         It may have ended already, well, when this rank had lost its seat: see `has_ended`.
 
         Args:
-            ahead: The ranges that the next step is decided from, besides the own records of the
-                call.
+            ranges: All that `effects` decides from.
+            ahead: The ranges of the next step, besides the own records of the call.
             is_cheap: `ranges` are so little that each rank may read them.
 
         Raises:
@@ -216,11 +216,11 @@ class GroupCall(Attempt):
                     self._finish(call.outcome)
             case Meeting.MISSED:
                 assert call.outcome is not None
-                if call.kind != "unpublish":  # else it is a part of the same call of the caller
+                if call.kind != "unpublish":  # which counts as a part of this user's call
                     self._ledger.skipped(call.number)
                 self._ledger.skip(partial(self._learn, call.outcome))
                 raise Missed(call)
-            case Meeting.LATE:
+            case Meeting.LATE:  # ends the peers' step for all
                 self._ledger.skipped(call.number)
                 self._abort(self.mismatch(call))
                 raise Missed(call)
@@ -228,10 +228,10 @@ class GroupCall(Attempt):
                 raise self.mismatch(call)
 
     def _meaning(self, call: Call) -> Meeting:
-        """The meaning of the group's call to this rank, which may have left it out.
+        """The meaning of the group's call to this rank.
 
-        Only the first look tells that: later this rank has a part in it. The ledger notes then
-        whether a peer's failure is told, so that the next call knows.
+        Only what it sees first may be a call that it left out, or a peer's failure that it is told:
+        later it has a part in it. The ledger notes what was told, for the meeting of the next call.
         """
         ledger, own, is_first_look = self._ledger, self.own_call, self._call is None
         told, seen = (ledger.told, self.seen) if is_first_look else (None, None)
@@ -262,11 +262,10 @@ class GroupCall(Attempt):
         """Decide which version, by this rule; then claim a source of it, or several idle ones.
 
         Args:
-            sources_max: How many.
+            sources_max: How many at most.
             avoided: Sources whose bytes were wrong: others come first.
 
-        Raises:
-            BeginsAgain: The version went away before it was claimed.
+        Raises: BeginsAgain: The version went away before it was claimed.
         """
         if not self.has_ended:
             self.decide(spec_ranges(self.seat.keys), effects)
@@ -301,11 +300,11 @@ class GroupCall(Attempt):
 
         Args:
             sum_up: Called on the rank that is ready last with what every rank said. It may take
-                time, may fail, and calls `complete`. By then `is_unproven` is known.
-            is_unproven: This rank's part was made of what was there: see `Ready`.
+                time, may fail, and calls `complete`. `self.is_unproven` says by then whether the
+                part of any rank is.
+            is_unproven: This rank's part was made of bytes that it had before: see `Ready`.
 
-        Raises:
-            TorchRosError: The outcome was an error, the same on all ranks.
+        Raises: TorchRosError: The outcome was an error, the same on all ranks.
         """
         if self.has_ended:
             return
@@ -318,6 +317,7 @@ class GroupCall(Attempt):
             self._finish(self._await_outcome(Deadline(f"{self.asked}", CLEAN_UP_S)))
 
     def _end_as_all_say(self, answer: Ready, sum_up: SumUp) -> None:
+        """Say `answer`; then sum up, if all ranks have said theirs; else learn the outcome."""
         try:
             found = self._say(answer)
             if isinstance(found, Said):
@@ -326,16 +326,15 @@ class GroupCall(Attempt):
             else:
                 self._finish(found)
         except (SeatLost, StoreUnavailable):
-            raise
+            raise  # no verdict: the next seat makes the call again, or `give_up` ends it
         except TorchRosError as error:
             if self.has_ended:
-                raise
+                raise  # it is the outcome
             self._fail(error)
 
     def _fail(self, error: TorchRosError) -> None:
-        """End the call with this rank's error, unless it has ended well meanwhile.
-
-        A rank whose reply was lost may sum up beside the last one, which may have closed since.
+        """End the call with this rank's error, unless it has ended well meanwhile. A rank whose
+        reply was lost may sum up beside the last one, which may have closed since.
         """
         failure = self._abort(error).failure
         if failure is None:
@@ -352,13 +351,12 @@ class GroupCall(Attempt):
             end: The layout that the ranks have all of, with their answers; agree: what they said.
             ahead: The ranges that this rank's next call begins with: see `seen`.
 
-        Raises:
-            TorchRosError: The outcome was an error, the same on all ranks.
+        Raises: TorchRosError: The outcome was an error, the same on all ranks.
         """
         seat, call = self.seat, self.decided
         end = replace(end, at_ms=wall_ms())
         reads = calls.reader_records(seat, call, self.read_from) if seat.world_size == 1 else ()
-        if self.may_hold is not None:
+        if self.may_hold is not None:  # noted before: the reply to a good end may be lost
             self.may_hold = replace(self.may_hold, layout=end.said)
         rule = partial(calls.complete, seat=seat, call=call, end=end, terms=terms, reads=reads)
         self._finish(self.settle(calls.end_ranges(seat, call), rule, ahead, self.seen))
@@ -401,13 +399,18 @@ class GroupCall(Attempt):
         within = dataclasses.replace(deadline, hint=partial(_missing, self))
         rule = partial(calls.await_outcome, seat=seat, call=call, was_counted=self._was_counted)
         ended = settle(self.asked, calls.outcome_ranges(seat, call), rule, first)
-        # Not `self.settle`: if a peer closed after the call's good end, that end still counts.
+        # Not `self.settle`, which raises where the seat is lost: if a peer closed after the call's
+        # good end, that end still counts.
         return self.seating.run(ended, within, self.patience, check=self._ledger.check_open)
 
     def unpublish(
         self, ref: VersionRef, passing: Passing = ALONE, parting: Parting = NO_PARTING
     ) -> None:
-        """Returns once nobody reads `ref` from this replica who is to be waited for."""
+        """Returns once nobody reads `ref` from this replica who is to be waited for.
+
+        `rule` answers with the outcome that this rank has written; or with the call, which a peer
+        has ended, which is another one, or which first asks each rank for an act (`parting`).
+        """
         seat, made, is_told = self.seat, self.own_call, False
 
         def rule(view: View) -> Step[Call | Outcome]:
@@ -429,7 +432,7 @@ class GroupCall(Attempt):
             self.seen = None
             found = self.settle(ranges, rule, ahead, first)
             first = None
-            if isinstance(found, Outcome):  # this rank has written the end
+            if isinstance(found, Outcome):
                 if ahead and self.seen is not None and all(map(self.seen.has, ahead)):
                     self._ledger.keep_sight(seat, self.seen)
                 self.become(CallEvent.COUNTED)
@@ -439,12 +442,11 @@ class GroupCall(Attempt):
             self._enter(found)
             if self.has_ended:
                 return
-            parting.acts(found)  # what the call asks of each rank before readers are awaited
+            parting.acts(found)
 
     def give_up(self, error: BaseException) -> None:
-        """End the call for the peers too, and leave no record of this rank behind.
-
-        The caller's transfers have terminated, and what it shows is void.
+        """End the call for the peers too, and leave no record of this rank behind. By now this
+        rank's transfers have terminated, and what it shows is void.
         """
         if self._ledger.is_closed:
             return
@@ -461,9 +463,8 @@ class GroupCall(Attempt):
             clean_up(self.seating, calls.own_records(self.seat, self._call, self.read_from))
 
     def _end_or_count(self, error: BaseException) -> None:
-        """End the call by this rank's error; or use its number up, and learn its end later.
-
-        Peers may have made it, or the store has a decision whose reply was lost.
+        """End the call by this rank's error; or use its number up, and learn its end later. Peers
+        may have made it, or the store has a decision whose reply was lost.
         """
         try:
             if not isinstance(error, SeatLost):
@@ -491,13 +492,15 @@ class GroupCall(Attempt):
             self._call = replace(self.own_call, ref=ref, published_ms=self.at_ms)
         self.become(CallEvent.SHOWN)
         self.value, self.may_hold = value, Kept.of(self._call, end.said)
-        # Its next seat brings this along; if those of all ranks do, it ends so.
+        # Its next seat brings this along; if those of all ranks do, it ends so. No rank decides it.
         outcome = replace(end, is_source=True, at_ms=wall_ms())
         self.ready = replace(self._call, by=0, outcome=outcome, sources=[])
-        self._ends_by = self.abandoned  # else
+        self._ends_by = self.abandoned  # where those of all do not: see `end`
 
     def end(self, seat: Seat, session: Session, deadline: Deadline) -> Outcome:
-        """How it has ended, which was given up or not waited for; by `_ends_by`, if it had not."""
+        """How this call, given up or not waited for, has ended; if it had not, by `_ends_by`. Asked
+        from the seat that this rank has now, before its next call.
+        """
         assert self._ends_by is not None
         self.seat, self.session = seat, session
         return self._end(self._ends_by, deadline)
@@ -507,6 +510,7 @@ class GroupCall(Attempt):
         return self._end(self.failure_of(error), Deadline(f"giving up {self.asked}", CLEAN_UP_S))
 
     def _end(self, failure: Failure, deadline: Deadline) -> Outcome:
+        """As `_abort`. Raises nothing of the outcome itself."""
         made = replace(self.own_call, at_ms=wall_ms())
         rule = partial(calls.abort, seat=self.seat, made=made, failure=failure)
         steps = settle(self.asked, self.seat.own, rule)
@@ -553,7 +557,7 @@ def _require_known(made: GroupCall, call: Call) -> None:
 
 
 def _looks_ahead(call: GroupCall, passing: Passing, kept: Kept | None) -> Ranges:
-    """All that the call after this unpublish is decided from, if it is known to come."""
+    """All that the call after this unpublish is decided from, if it is known which one comes."""
     seat = call.seat
     own = (*seat.own, one(seat.keys.ready(seat.inst, call.number + 1, seat.rank)))
     if passing.replicates:
@@ -581,7 +585,7 @@ def clean_up(seating: Seating, ranges: tuple[Range, ...] = ()) -> None:
 
 
 def _missing(call: GroupCall, _: object) -> str:
-    """The peers that it waits for, as etcd knows now."""
+    """The peers that `call` waits for, as etcd knows now, in words for people."""
     ranges = (call.seat.keys.readies(call.seat.inst, call.number),)
     try:
         view = call.seating.kv.read(Read(ranges), timeout_s=GLANCE_S)

@@ -1,5 +1,6 @@
 """The rules of a group's calls. Pure: a view in, a step out; no clock, no client, no retry.
 
+`store.loops.settle` asks a rule again after each lost race or reply: it then sees what it has done.
 I1 to I16 are the invariants of docs/PROTOCOL.md#invariants and of the pages that it names.
 """
 
@@ -97,10 +98,10 @@ def find_or_decide(
 
     Args:
         call: As this rank makes it.
+        effects: The rule that decides, if no rank has. If it raises, that is the decision.
         seen: A view from before, from which no error is decided: no guard protects one.
 
-    Raises:
-        SeatLost: This incarnation is no longer the living one.
+    Raises: SeatLost: This incarnation is no longer the living one.
     """
     own_group(view, seat)
     if there := recall(view, seat, call.number):
@@ -116,7 +117,7 @@ def find_or_decide(
 
 
 def hearing(step: Step[T], seat: Seat) -> Step[T]:
-    """`step`, which, if it waits, hears of what peers decide, and of the group's end."""
+    """`step`; if it waits, also for what peers decide, and for the group's end."""
     if isinstance(step, WaitAtMost):
         return msgspec.structs.replace(step, wait=_with_own(step.wait, seat))
     return _with_own(step, seat) if isinstance(step, Wait) else step
@@ -127,7 +128,7 @@ def _with_own(wait: Wait, seat: Seat) -> Wait:
 
 
 def begun(view: View, seat: Seat, mine: Begun) -> Step[bool]:
-    """Say that this rank has begun a call of DCP; then, whether all have."""
+    """Record that this rank has begun a call of DCP; then look again, whether all ranks have."""
     own_group(view, seat)
     records = readable(view.within(seat.keys.all_begun(seat.inst)), k.parse_rank, Begun)
     begun_by = {rank: record.number for _, rank, record, _ in records}
@@ -141,7 +142,7 @@ def begun(view: View, seat: Seat, mine: Begun) -> Step[bool]:
 
 
 def check_publishable(view: View, seat: Seat, call: Call, version: int) -> Step[Call]:
-    """Would `publish` be refused, once this replica has given up what it holds?"""
+    """Decide, before this replica gives up what it holds, whether a publish would be refused."""
     _refuse_old(view, seat, version)
     _fellow_publisher(view, seat, version)
     return recorded(view, seat, call)
@@ -156,9 +157,8 @@ def _refuse_old(view: View, seat: Seat, version: int) -> None:
 def announce_version(
     view: View, seat: Seat, call: Call, version: int, fresh_uid: str
 ) -> Step[Call]:
-    """Announce the version; it is offered once every rank is ready.
-
-    `fresh_uid` is the call's own: if it is there already, this call is made again.
+    """Announce the version; it is offered once every rank is ready. `fresh_uid` is the call's own
+    uid: where the record has it, this call is made again.
     """
     _refuse_old(view, seat, version)
     require_nothing_held(view, seat)
@@ -167,7 +167,7 @@ def announce_version(
     record = VersionRecord.at(view, key)
     is_again = record is not None and record.uid == fresh_uid
     fellow = "" if is_again else _fellow_publisher(view, seat, version)
-    if record is None or not (is_again or fellow):  # of a content that nobody holds any more
+    if record is None or not (is_again or fellow):  # or the record's content has gone
         record = VersionRecord(fresh_uid, "", call.at_ms, call.traceparent, seat.replica)
     ref = VersionRef(run, version, record.uid, seat.run_number)
     left = _left_by_all(view, seat, key)
@@ -175,6 +175,7 @@ def announce_version(
         view.unchanged(key),
         # Two versions that are published at once must not both be the newest.
         NoneNewer(keys.versions_above(run, version), view.rev),
+        # The fellow must hold it still; nobody may have published what is deleted here.
         *map(view.unchanged, (*left, *((fellow,) if fellow else ()))),
         # A replica that comes back may bring a holding of what everybody has left.
         *map(Empty, left.values()),
@@ -188,7 +189,7 @@ def announce_version(
 
 
 def _left_by_all(view: View, seat: Seat, besides: str) -> dict[str, Range]:
-    """The records of some versions that nobody holds, and where holdings of each would be."""
+    """Records, DELETES_MAX at most, of versions that nobody holds, and where holdings would be."""
     keys, run = seat.keys, seat.run
     records = readable(view.within(keys.versions(run)), k.parse_version, VersionRecord)
     holders = ((key, keys.holdings_of(run, number)) for key, (_, number), _, _ in records)
@@ -201,15 +202,13 @@ def publish_ranges(seat: Seat) -> tuple[Range, ...]:
 
 
 def first_look(seat: Seat, number: int) -> Ranges:
-    """All that `replicate` is decided from, if call `number` decides it."""
+    """All that a replicate is decided from, if it is call `number`: it may be read ahead."""
     return (*seat.own, one(seat.keys.ready(seat.inst, number, seat.rank)), *spec_ranges(seat.keys))
 
 
 def _fellow_publisher(view: View, seat: Seat, version: int) -> str:
     """The holding of another publisher of this version, to share its uid; "": nobody holds it.
-
-    Raises:
-        VersionConflict: Only replicas that read it hold it.
+    Raises: VersionConflict: Only replicas that read it hold it.
     """
     holders = view.within(seat.keys.holdings_of(seat.run, version))
     others = {
@@ -225,9 +224,8 @@ def _fellow_publisher(view: View, seat: Seat, version: int) -> str:
 
 
 def require_nothing_held(view: View, seat: Seat) -> None:
-    """Raises: UsageError: This replica holds a version in the store.
-
-    Among many holdings its own may not be seen: each of its processes knows by itself, too.
+    """Raises: UsageError: This replica holds a version in the store. Among many holdings its own
+    may not be seen: each of its processes knows by itself, too.
     """
     for _, where, _ in keyed(view.seen(seat.keys.holdings()), k.parse_holding):
         if where.inst == seat.inst:
@@ -242,7 +240,8 @@ def announce_filling(
 ) -> Step[Call]:
     """Resolve the version, and announce the holding that this group fills. `sources.claim` follows.
 
-    It comes second, so that it sees all that is older than this holding (I13).
+    The claim comes second, so that it sees all that is older than this holding (I13). Others may
+    read what has come if `is_relay`, unless the group is a leaf in this call.
     """
     try:
         offer = elsewhere(view, seat, spec)
@@ -312,6 +311,7 @@ def own_records(seat: Seat, call: Call, sources: Iterable[str]) -> tuple[Range, 
 
 
 def reader_records(seat: Seat, call: Call, sources: Iterable[str]) -> tuple[Range, ...]:
+    """Where this rank's reader records at `sources` are; nowhere, if the call brings nothing."""
     if (ref := call.ref) is None:
         return ()
     return tuple(
@@ -350,7 +350,7 @@ def put_ready(
     if isinstance(current, Outcome):
         return Done(current)
     key = seat.keys.ready(seat.inst, call.number, seat.rank)
-    if view.get(key):  # the reply was lost; perhaps nobody knows that all are ready
+    if view.get(key):  # the reply was lost, and its count: this rank may be the last, so it looks
         return Done(seat.world_size)
     ops: tuple[Op, ...] = (
         Put(key, answer.encode(), seat.lease_id),
@@ -367,7 +367,6 @@ def put_ready(
 
 def open_call(view: View, seat: Seat, call: Call) -> Call | Outcome:
     """The group's call of that number, as it is now; its outcome, if it has ended.
-
     Raises: SeatLost: The seat is lost, or the call is forgotten.
     """
     own_group(view, seat)
@@ -377,10 +376,10 @@ def open_call(view: View, seat: Seat, call: Call) -> Call | Outcome:
 
 
 def await_outcome(view: View, seat: Seat, call: Call, *, was_counted: bool) -> Step[Outcome]:
-    """Wait for the ranks that are not ready yet.
+    """The outcome; until there is one, wait for the ranks that are not ready yet.
 
     Args:
-        was_counted: This rank's ready record was there.
+        was_counted: This rank's ready record was there, as its reply says.
     """
     current = find(view, seat, call.number)
     if current is not None and current.outcome is not None:
@@ -389,7 +388,8 @@ def await_outcome(view: View, seat: Seat, call: Call, *, was_counted: bool) -> S
         own_group(view, seat)
     except SeatLost as lost:
         ready = seat.keys.ready(seat.inst, call.number, seat.rank)
-        # Both records hang on this rank's lease, and only a good end deletes the readies.
+        # The record of the group's calls may have gone with the group. This rank's shard and ready
+        # records hang on one lease, and only a good end deletes the ready record alone.
         is_alive = view.get(seat.keys.shard(seat.inst, seat.rank)) is not None
         if was_counted and isinstance(lost, Fenced) and is_alive and view.get(ready) is None:
             return Done(Outcome())
@@ -409,7 +409,7 @@ def lacking(view: View, seat: Seat, call: Call) -> str:
 
 
 def readies(view: View, seat: Seat, call: Call) -> Step[Said | Outcome | None]:
-    """The answers of all ranks; None: not all have answered."""
+    """The answers of all ranks, or the outcome if the call has ended; None: some are not ready."""
     current = open_call(view, seat, call)
     if isinstance(current, Outcome):
         return Done(current)
@@ -419,6 +419,7 @@ def readies(view: View, seat: Seat, call: Call) -> Step[Said | Outcome | None]:
         for key, rank, entry in keyed(records, k.parse_rank)
         if rank < seat.world_size
     }
+    # Peers that did not wait for a publication have no ready record: their Shard records say it.
     said = seat.done_by(current) | {rank: answer.value for rank, answer in answers.items()}
     is_unproven = any(answer.is_unproven for answer in answers.values())
     return Done(Said(said, is_unproven) if len(said) == seat.world_size else None)
@@ -428,9 +429,9 @@ def readies(view: View, seat: Seat, call: Call) -> Step[Said | Outcome | None]:
 class SourceTerms:
     """The part of a version that a group must have taken to become a source of it."""
 
-    is_required: bool = True  # else taking a part is fine, and the group is no source
-    is_served: bool = True  # else the group is no source in any case
-    is_relayed: bool = True  # others may read the part that is there; not if that is all to come
+    is_required: bool = True  # all of it, or the call fails; else a part will do, and is no source
+    is_served: bool = True  # once all is there; else the group is no source in any case
+    is_relayed: bool = True  # meanwhile, others may read the part that is there
 
 
 def complete(
@@ -441,10 +442,11 @@ def complete(
     terms: SourceTerms = SourceTerms(),
     reads: tuple[Range, ...] = (),
 ) -> Step[Outcome]:
-    """All ranks are ready, and have every element of the layout `end.said` (agree: said so).
+    """End the call, for which all ranks are ready. An agree ends with what they said.
 
-    "" instead of a layout: they lack some, and never hold the version (I9). A group of one has no
-    ready record: `reads` are its reader records, which go now.
+    `end.said` is the layout that the ranks have every element of: if it is the version's, the group
+    becomes a source, as `terms` say. "": they lack some, and never hold the version (I9). A group
+    of one has no ready record: `reads` are its reader records, which go now.
     """
     current = open_call(view, seat, call)
     if isinstance(current, Outcome):
@@ -456,7 +458,7 @@ def complete(
     assert ref is not None
     version, holding = seat.keys.version(ref.run, ref.version), seat.holding(ref)
     guards: tuple[Guard, ...] = (view.unchanged(version), view.unchanged(holding))
-    has_all = bool(end.said) and record.layout in ("", end.said)
+    has_all = bool(end.said) and record.layout in ("", end.said)  # "": published for the first time
     if not has_all and (terms.is_required or not is_read):
         failure = Failure.of(_other_layout(call, ref), replica="", call=0, rank=seat.rank)
         failed = Outcome(failure, at_ms=end.at_ms)
@@ -467,7 +469,7 @@ def complete(
     ops: list[Op] = [holding_put(view, seat, ref, full)]
     # Whatever makes a version available writes its record: nothing else wakes who waits for it.
     others = _offers(view, seat, ref)
-    if record.layout and others:
+    if record.layout and others:  # nobody waits: it is available while that one offers it
         guards = (*guards, view.unchanged(others[0]))
     else:
         ops.append(Put(version, msgspec.structs.replace(record, layout=end.said).encode()))
@@ -476,8 +478,7 @@ def complete(
 
 
 def _version_and_holding(view: View, seat: Seat, call: Call) -> tuple[VersionRecord, Holding]:
-    """The records of what the call brings.
-
+    """The records of the version that the call brings, and of this group's holding of it.
     Raises: VersionNotFound, CallAborted: They are not there any more.
     """
     ref = call.ref
@@ -487,7 +488,7 @@ def _version_and_holding(view: View, seat: Seat, call: Call) -> tuple[VersionRec
     if record is None or holding is None:
         reason = f"the records of version {ref.version} vanished from the store meanwhile"
         raise CallAborted(seat.replica, call.number, seat.rank, reason)
-    if record.uid != ref.uid:  # no publication does that while it is read
+    if record.uid != ref.uid:  # no publication replaces what is held; a withdrawal does
         reason = "its publisher withdrew it: it was written to while it was read"
         raise VersionNotFound(seat.keys.model, str(ref.version), reason)
     return record, holding
@@ -515,6 +516,7 @@ def _offers(view: View, seat: Seat, ref: VersionRef) -> list[str]:
 
 
 def _other_layout(call: Call, ref: VersionRef) -> ManifestMismatch:
+    """The error of a group whose ranks together have another layout than the version, or a part."""
     if call.kind == "publish":
         return ManifestMismatch(
             f"version {ref.version}",
@@ -555,9 +557,8 @@ def _undo(seat: Seat, call: Call) -> tuple[Op, ...]:
 
 
 def abort(view: View, seat: Seat, made: Call, failure: Failure) -> Step[Call]:
-    """End the call for all ranks with `failure`, unless it has ended; and how it has.
-
-    The group's call: if this rank does not know of it, it may be another one than it made.
+    """End the group's call of that number with `failure`, for all ranks, unless it has ended. It is
+    `made`, this rank's own, unless peers have decided another one. Returns it with its end.
     """
     own_group(view, seat)
     call = recall(view, seat, made.number) or made

@@ -78,8 +78,9 @@ class Group(Seating):
                     except (SeatLost, Missed, BeginsAgain) as why:
                         call = self._again(call, why)
             except BaseException as error:
-                if call is None:
+                if call is None:  # there was no seat to begin it from
                     self.pass_over(task.kind, task.asked, task.deadline)
+                # Peers that are at another call have nothing of this one that could be ended.
                 elif not isinstance(error, Missed) and call.life is not CallLife.PASSED:
                     call.give_up(error)
                 raise
@@ -90,8 +91,8 @@ class Group(Seating):
         """The call, which is made again; None: another one is made, under the next number.
 
         Raises:
-            SeatLost: It is not made again.
-            Missed: The caller's call begins anew.
+            SeatLost: The call has ended, or the seat is lost for good.
+            Missed: The peers have unpublished, or are about to: the user's call begins anew.
         """
         match why:
             case SeatLost():
@@ -102,7 +103,7 @@ class Group(Seating):
             case BeginsAgain():
                 call.begins_again(why.why, why.what)
             case Missed():
-                if why.call.kind == "unpublish":
+                if why.call.kind == "unpublish":  # the user's call begins anew, from nothing held
                     raise why
                 log.warning(
                     "replica %r: this rank did not make call %d, %r, which has ended; going on",
@@ -117,7 +118,8 @@ class Group(Seating):
     def _begun(self, call: GroupCall | None, task: GroupTask[T]) -> tuple[GroupCall, bool]:
         """The call, begun from this rank's seat; or, and False, to be made without one.
 
-        It is `call`, made again, or the next one, under the number of its peers.
+        It is `call`, made again; or, at the first try and after one without a seat, a new one under
+        the number that peers give the next call.
 
         Raises: SeatLost: This rank has none, and nothing does its part without.
         """
@@ -159,9 +161,8 @@ class Group(Seating):
             self.ledger.gave_up(self._unbegun(kind, asked, deadline))
 
     def catch_up(self, deadline: Deadline, patience: Patience | None = None) -> None:
-        """Learn, or make, the end of a call that etcd's absence left open: no call may come before.
-
-        Without it, the next call would be made from what this rank only believes to hold.
+        """Learn, or make, the end of a call that etcd's absence left open, before any other call.
+        Otherwise that one would be made from what this rank only believes to hold.
         """
         if (call := self.ledger.unfinished) is not None and call.has_ended:
             self.ledger.unfinished = None  # Ctrl-C came when its end had been learned

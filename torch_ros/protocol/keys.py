@@ -24,7 +24,7 @@ RANK_DIGITS = 6
 LINGERS = "linger"
 STREAMS = "stream"
 DEFAULT_DATACENTER = "default"
-SEEN_SLOTS = 1 << 16  # of what is on no lease, so that its number is bounded
+SEEN_SLOTS = 1 << 16  # each for one replica's `seen/`: on no lease, these would only grow
 OUTSIDE = "bucket"  # the run of versions that no replica published, below all others
 
 
@@ -34,9 +34,8 @@ def instance(replica: str, nonce: str) -> str:
 
 
 def copy_of(inst: str, call: int) -> str:
-    """The name under which an incarnation offers a copy in host memory, made in its call `call`.
-
-    No replica can have it: a "+" in a replica's name is percent-encoded.
+    """The name under which an incarnation offers a copy in host memory, made in its call `call`. No
+    replica can have it: a "+" in a replica's name is percent-encoded.
     """
     replica, _, nonce = inst.partition("@")
     return f"{replica}+{call}@{nonce}"
@@ -49,16 +48,15 @@ def stream_of(inst: str, number: int) -> str:
 
 
 def lingering_of(inst: str, call: int) -> str:
-    """The name under which what `inst` has because of its call `call` stays when it has ended.
-
-    Its successor takes the name of the replica, and nothing that has this one.
+    """The name under which what `inst` offers by its call `call` stays when `inst` has ended. Its
+    successor deletes what has the name of an incarnation before it, and nothing that has this.
     """
     replica, _, nonce = owner_of(inst).partition("@")
     return f"{replica}+{LINGERS}{call}@{nonce}"
 
 
 def first_of(inst: str) -> str:
-    """The incarnation with which its start began, or its copy."""
+    """The first incarnation of the start that `inst` belongs to, or a copy of that one."""
     replica, _, nonce = inst.partition("@")
     return f"{replica}@{family(nonce)}"
 
@@ -108,6 +106,8 @@ def inst_at(place: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HoldingKey:
+    """The parts of a holding's key."""
+
     run: str
     version: int
     datacenter: str
@@ -163,7 +163,7 @@ class Keys:
         return f"{self._slot(replica)}{_name(replica)}/{rank:0{RANK_DIGITS}d}"
 
     def seen_beside(self, replica: str) -> tuple[Range, Range]:
-        """The ranges of the other replicas that have the same slot."""
+        """The ranges of other replicas of the same slot: a new group deletes their records."""
         slot, own = under(self._slot(replica)), self.seen_of(replica)
         return Range(slot.start, own.start), Range(own.end, slot.end)
 
@@ -296,6 +296,7 @@ def _version(run: str, version: str) -> tuple[str, int] | None:
 
 
 def _unquoted(text: str) -> str | None:
+    """The name that `_name` writes as `text`; None: there is none."""
     name = unquote(text)
     if re.search("[\ud800-\udfff]", name):  # lone surrogates, of bytes that are no UTF-8
         return None
@@ -348,7 +349,7 @@ def _shard(inst: str, rank: str) -> str | None:
 
 
 def _parser(folder: str, count: int, parse: Callable[..., T | None]) -> Callable[[str], T | None]:
-    """`parse` of the `count` parts that a key has below a folder; None: it is another one's."""
+    """A parser of the keys below `folder`: `parse` gets their `count` parts. None: other keys."""
 
     @lru_cache(4096)  # a view is parsed again and again
     def parsed(key: str) -> T | None:

@@ -76,7 +76,7 @@ class Attempt(ABC):
     seat: Seat
     number: int
     asked: Asked
-    part: Call  # as this rank makes it, of the call of its caller
+    part: Call  # the call as this rank makes it, marked as a part of the user's call
 
     def __init__(self, seat: Seat, number: int, kind: Kind, asked: Asked) -> None:
         self.seat, self.number, self.kind, self.asked = seat, number, kind, asked
@@ -91,12 +91,12 @@ class Attempt(ABC):
         self.turns: dict[str, int] = {}  # how often it began again, by reason
 
     def begins_again(self, why: Turn, what: str) -> None:
-        """Note that it does, or the read that it makes."""
+        """Note that the call begins again, or the read that it makes."""
         self.turns[why] = self.turns.get(why, 0) + 1
         log.debug("%s (call %d) begins again: %s: %s", self.asked, self.number, why, what)
 
     def become(self, event: CallEvent) -> None:
-        """Lead the life that `event` leads to; what that does not know of is forgotten."""
+        """Go to the state that `event` leads to; forget `may_hold` and `ready` if it has none."""
         self.life = life.after(self.life, event)
         if self.life not in life.MAY_HOLD:
             self.may_hold = None
@@ -108,16 +108,19 @@ class Attempt(ABC):
         return self.life is CallLife.ENDED
 
     def brings(self, ref: VersionRef | None) -> None:
-        """Note the version that it is decided to bring. If it was decided anew, for another than
-        this rank was ready for, the group cannot hold the first one because of it.
+        """Note that the call is decided to bring `ref`. If this rank was ready for another version,
+        the call has been decided anew, and so the group cannot hold that one because of it.
         """
         if self.may_hold and ref != self.may_hold.ref:
             self.become(CallEvent.CHANGED)
 
     def may_end_well(self, call: Call, value: str, layout: str) -> None:
-        """Note, before this rank says that it is ready: a peer may end it, and this not hear of it.
+        """Note, before this rank says that it is ready, what the group may hold then.
+
+        A peer may end the call well, and this rank may lose its seat before it hears of that.
 
         Args:
+            value: This rank's answer, as in its Ready record.
             layout: The layout that the ranks have every element of; "": this rank does not know.
         """
         self.become(CallEvent.SAID)
@@ -125,7 +128,7 @@ class Attempt(ABC):
 
     @property
     def abandoned(self) -> Failure:
-        """How it ends for the peers when this rank does not wait for it."""
+        """The failure by which the call ends for peers when this rank does not wait for it."""
         return self.failure_of(CutOff(self.seat.replica, self.number, self.seat.rank))
 
     def failure_of(self, error: BaseException) -> Failure:
@@ -170,18 +173,19 @@ class Ledger:
         """The last call, if its end could not be learned; it is ended before the next."""
         self.caller: Asked | None = None
         self.first: int = 0
-        """The call of the caller that the next calls are parts of, and the number of the first."""
+        """The user's call that the next calls are parts of, and the number of its first part; 0: an
+        earlier one has gone before."""
         self.block: Asked | None = None
-        """The call that ends what this rank is in, between calls; None: it is in nothing."""
+        """The call that ends the block, as of an install, that this rank is in; None: none is."""
         self.carriers: list[Carrier] = []
         self.told: Asked | None = None
-        """The last call of its caller whose failure this rank was told, without a part in it."""
+        """The last user's call whose failure this rank was told without a part in it."""
         self.skip: Callable[[Callable[[], None]], None] = lambda learn: learn()
         """Called when this rank skips a call: clears the word, calls `learn`, and sets the word
         again if this rank still holds something."""
         self.left_over: tuple[Range, ...] = ()
         """Where this rank may still have records of calls that failed."""
-        self.changes = 0  # of what it brings along, while it had no seat
+        self.changes = 0  # of what it brings along, while it had no seat: see `brought`
         self._given_up: tuple[Kind, Asked] | None = None
         """The last call, if it was given up and had done nothing."""
         self._ends: dict[str, tuple[Outcome, str]] = {}
@@ -204,14 +208,13 @@ class Ledger:
             raise standing.error(self.seat.replica)
 
     def lose(self, lost: SeatLost) -> None:
-        """The seat is lost. The caller has the lock."""
+        """The seat is lost. Called under the lock."""
         self.seats_lost += 1
         self.standing, self._given_up = Standing.of(lost), None
 
     def brought(self, shard: ShardRecord) -> tuple[ShardRecord, int]:
-        """The shard record of a rank that comes back, with all that it knows; and its `changes`.
-
-        If these grow before it has its seat, it has told its peers too little.
+        """The shard record of a rank that comes back, with all that it knows; and its `changes`. If
+        these grow before it has its seat, it has told its peers too little.
         """
         with self.lock:
             # A call whose end is known is not under way, though it may not have returned yet.
@@ -229,7 +232,7 @@ class Ledger:
             return told, self.changes
 
     def regain(self, seat: Seat) -> None:
-        """The seat is taken again. The caller has the lock."""
+        """The seat is taken again. Called under the lock."""
         self.seat, self.standing = seat, Standing()
 
     @property
@@ -258,7 +261,7 @@ class Ledger:
             if outcome.failure is not None:
                 return
             if outcome.answers:
-                self._ends.pop(outcome.answers, None)
+                self._ends.pop(outcome.answers, None)  # so that it comes last: the first one goes
                 self._ends[outcome.answers] = (outcome, value)
                 while len(self._ends) > ANSWERS_KEPT:
                     del self._ends[next(iter(self._ends))]
@@ -275,13 +278,12 @@ class Ledger:
         return {name: one for each in self.carriers for name, one in each.carried.items()}
 
     def changed(self) -> None:
-        """This rank carries something new, by no call. The caller has the lock."""
+        """This rank carries something new, by no call. Called under the lock."""
         self.changes += self.standing.state != "seated"
 
     def check_still(self, seat: Seat) -> None:
-        """Raises: SeatLost: That seat is lost: what this rank learns now, peers may not be told.
-
-        The caller has the lock.
+        """Raises: SeatLost: That seat is lost: peers may not be told what this rank learns now.
+        Called under the lock.
         """
         self.check_open()
         if self.standing.state == "away":
@@ -299,7 +301,11 @@ class Ledger:
             self.pending = 0
 
     def part(self, call: Call) -> Call:
-        """The next call, with what it is a part of, and whether another part has gone before."""
+        """`call`, the next one, marked as a part of the user's call that is under way (`caller`).
+
+        `part_of` is left out where `call` asks the same itself. It `continues` that if an earlier
+        part has used a number.
+        """
         if self.caller is None:
             return call
         part_of = None if self.caller == call.caller else self.caller
@@ -307,7 +313,9 @@ class Ledger:
         return msgspec.structs.replace(call, part_of=part_of, continues=continues)
 
     def skipped(self, number: int) -> None:
-        """Note that the peers' call of that number is skipped: the caller's begins after it."""
+        """Note that this rank skips the peers' call of that number, which is none of its user's:
+        a user's call that was to begin with it begins after it.
+        """
         if self.first == number:
             self.first = number + 1
 
@@ -321,23 +329,21 @@ class Ledger:
         return known is not None and (known.kind, known.fields) == (own.kind, own.fields)
 
     def number_unbegun(self, kind: Kind, asked: Asked) -> int:
-        """The number of a call that this rank makes without a seat.
-
-        The last one's if that was given up, and is made again: it is one call on the peers.
+        """The number of a call that this rank makes without a seat. The last one's if that was
+        given up, and is made again: it is one call on the peers.
         """
         is_again = self._given_up == (kind, asked)
         return self.calls_made + (not is_again)
 
     def goes_on_without(self, call: Attempt) -> bool:
         """Note that this rank has done its part without etcd: its call may return, unfinished.
-
         False: it has its seat again, and has to make the call from there.
         """
         with self.lock:
             if self.standing.state == "seated":
                 call.become(CallEvent.SEATED)
                 return False
-            if call.life not in life.IS_UNWAITED:  # a check, by which nothing is shown
+            if call.life not in life.IS_UNWAITED:  # a check before it, which shows nothing
                 self._note_given_up(call)
                 return True
             self._end_unfinished()
@@ -359,9 +365,10 @@ class Ledger:
         """It ended badly, and has used up one number, as on the peers, which may have made it."""
         call.become(CallEvent.CUT_OFF)
         if self._given_up == (call.kind, call.asked) and call.number == self.calls_made:
-            return  # its caller has tried again: it is one call still
+            return  # the user has tried again: it is one call still
         self._end_without(call)
         self.calls_made = max(self.calls_made, call.number)
+        # Where peers may know of it, the next try is another call.
         self._given_up = None if call.is_begun else (call.kind, call.asked)
         self.changes += 1
 
@@ -370,9 +377,8 @@ class Ledger:
         self.ended.append(msgspec.structs.replace(call.part, outcome=Outcome(call.abandoned)))
 
     def _end_unfinished(self) -> None:
-        """This rank goes on past its unfinished call, in which peers would wait for it for ever.
-
-        Not an unpublish: that counts whatever becomes of it.
+        """Note that the unfinished call has ended badly: this rank goes on past it, and peers would
+        wait in it for ever. Not an unpublish: that counts whatever becomes of it.
         """
         if self.unfinished is not None and self.unfinished.kind != "unpublish":
             self._end_without(self.unfinished)
@@ -411,17 +417,15 @@ class Ledger:
         return self.calls_made + 1
 
     def layout_of(self, answers: str) -> str | None:
-        """The layout that ranks with these answers have every element of (I9).
-
-        "": They lack some. None: no call has ended with them that this rank knows of.
+        """The layout that ranks with these answers have every element of (I9). "": They lack some.
+        None: no call has ended with them that this rank knows of.
         """
         end = self._ends.get(answers)
         return end[0].said if end else None
 
     def end_of(self, value: str) -> Outcome:
-        """The end of the last good call, which this one has if all ranks say the same in it.
-
-        An empty one: this rank does not.
+        """The end of the last good call that had a layout: a call ends so, too, if all ranks say in
+        it what they said in that. An empty one: this rank said something else than `value` in that.
         """
         wholes = (each for each in reversed(self._ends.values()) if each[0].said)
         end, said = next(wholes, (Outcome(), ""))

@@ -24,7 +24,7 @@ SAID_MAX = 1024  # records that were named in the log
 def keyed(
     found: Iterable[tuple[str, Entry]], parse: Callable[[str], W | None]
 ) -> Iterator[tuple[str, W, Entry]]:
-    """Those whose keys can be read, and what the keys say."""
+    """The records whose keys can be read, with what the keys say; others are logged."""
     for key, entry in found:
         where = parse(key)
         if where is None:
@@ -36,7 +36,7 @@ def keyed(
 def readable(
     found: Iterable[tuple[str, Entry]], parse: Callable[[str], W | None], kind: type[R]
 ) -> Iterator[tuple[str, W, R, Entry]]:
-    """Those that can be read, with what their keys and their values say."""
+    """The records that can be read, with what their keys and values say; others are logged."""
     for key, where, entry in keyed(found, parse):
         try:
             record = kind.decode(entry.value, key)
@@ -49,7 +49,7 @@ def readable(
 def holdings(
     found: Iterable[tuple[str, Entry]],
 ) -> Iterator[tuple[str, HoldingKey, Holding, Entry]]:
-    """The holdings that can be read: those, too, have to name the datacenter of their keys."""
+    """The holdings that can be read, and that name the datacenter of their keys."""
     for key, where, holding, entry in readable(found, parse_holding, Holding):
         if where.datacenter == holding.datacenter:
             yield key, where, holding, entry
@@ -60,8 +60,8 @@ def holdings(
 def nobody(view: View, range_: Range) -> Empty | NoneNewer:
     """The guard that nobody is in a range in which the view shows nothing that can be read.
 
-    With something unreadable there, that nothing has come since: as good, beside a guard that fails
-    if the store was wiped.
+    If something unreadable is there, it says that nothing has come since. A store that was wiped
+    counts from 1 again, and passes it: it stands beside a guard that fails then.
     """
     is_empty = not any(True for _ in view.within(range_))
     return Empty(range_) if is_empty else NoneNewer(range_, view.rev)
@@ -69,7 +69,7 @@ def nobody(view: View, range_: Range) -> Empty | NoneNewer:
 
 @lru_cache(SAID_MAX)
 def say(key: str, found: str) -> None:
-    """Once for each key and what was found there."""
+    """Log that a record is passed over: once for each key and for what was found there."""
     log.warning(
         "a record in etcd cannot be read and counts as not there: %r: %s; "
         "if no process of yours wrote it: %s",

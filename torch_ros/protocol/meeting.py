@@ -28,7 +28,7 @@ class Meeting(Enum):
 class Missed(Exception):
     """The group has `call` in the place of this rank's own, which is begun anew after it.
 
-    This rank has learned its end; or has to make it too: an unpublish that has not ended.
+    This rank has learned how `call` ended; or has to make it too: an unpublish that has not ended.
     """
 
     def __init__(self, call: Call) -> None:
@@ -37,14 +37,16 @@ class Missed(Exception):
 
 
 def is_left_out(view: View, seat: Seat, own: Call, told: Asked | None) -> bool:
-    """Whether this rank has left out a call of its caller, and comes to it with its next one.
+    """Whether the ended call that `own` meets is one that this rank has left out: it is behind.
 
-    Two such calls look alike: it would take the end of the first for its own, and stay one behind.
-    So it is where its peers wait in a later call of a caller that is like its own; or have waited
-    in vain in the rest of this one, and this rank was `told` so without a part in it.
+    Two calls that users make alike cannot be told apart, so this rank would take the end of the one
+    left out for its own call's, and stay one behind. It is behind if peers wait in a later call
+    made like its own; or waited in vain in a later part of this one, if this rank was `told` of the
+    failure of such a call, too, without a part in it.
     """
     later = [call for call in calls_of(view, seat) if call.number > own.number]
     later.sort(key=lambda call: call.number)
+    # The later parts of the user's call that the met one begins.
     rest = takewhile(lambda call: call.continues and call.caller == own.caller, later)
     if told == own.caller and any(map(_is_waited_out, rest)):
         return True
@@ -69,25 +71,29 @@ def meet(
 ) -> Meeting:
     """The meaning of `call` to a rank that finds it in the place of its own.
 
+    By the first that is true: its own refusal is late; it has missed `call`; that has failed; it is
+    the same call; it is an unpublish; else their versions tell.
+
     Args:
-        refuses: It makes its own only to end the call of the caller for all ranks.
-        told: The last call of its caller of whose failure it was told without a part in it.
-        block: The call that ends what it is in, between calls.
-        left_out: If `call` has ended, it is one that this rank has left out.
+        refuses: This rank has failed, and makes `own` only so that the user's call fails on all.
+        told: The last user's call whose failure this rank was told without a part in it.
+        block: The call that ends the block, as of an install, that this rank is in; None: in none.
+        left_out: As `is_left_out` says: `call`, if it has ended, is one that this rank left out.
     """
     has_ended, is_of_caller = call.outcome is not None, _is_of_caller(call, own)
     if refuses:
-        is_in_block = own.asked == block and not own.continues  # else all have come to its end
+        # The peers come to the end of a block after all that they are in; `continues`: they have.
+        is_in_block = own.asked == block and not own.continues
         if not (is_of_caller or is_in_block):
             return Meeting.AHEAD  # the peers have ended what it would refuse
     else:
-        # Twice in a row: its peers wait for it in vain, since it is one try behind.
+        # It was told so of its last call, too: it is one try behind, and its peers wait in vain.
         is_told_again = _is_waited_out(call) and told == own.caller
         if is_told_again or (left_out and has_ended and not own.continues):
             return Meeting.MISSED
     if call.failure is not None:
         return Meeting.SAME if _is_told(call, call.failure, own, block) else Meeting.MISSED
-    # A refusal ends any part of the caller's call, but no unpublish: tensors would stay offered.
+    # A refusal ends any part of the user's call, but no unpublish: tensors would stay offered.
     is_refused = refuses and is_of_caller and call.kind != "unpublish"
     if call.asked == own.asked or is_refused:
         return Meeting.SAME
@@ -97,9 +103,8 @@ def meet(
 
 
 def _between_steps(there: Asked, own: Asked) -> Meeting:
-    """The meaning of an open call that is another step, or the check before one.
-
-    Versions grow, so they tell which of two ranks is behind; of other calls nothing does.
+    """The meaning of an open call that is another step, or the check before one. Versions grow, so
+    they tell which of two ranks is behind; of other calls nothing does.
     """
     is_step = own.verb in STEPS and there.verb == own.verb
     if not is_step or not isinstance(own.version, int) or not isinstance(there.version, int):
@@ -110,20 +115,21 @@ def _between_steps(there: Asked, own: Asked) -> Meeting:
 
 
 def _is_waited_out(call: Call) -> bool:
-    """Whether a rank waited in it to its deadline, for one that did not come."""
+    """Whether a rank waited in `call` to its deadline, for one that did not come."""
     return call.failure is not None and call.failure.kind == DeadlineExceeded.__name__
 
 
 def _is_of_caller(call: Call, own: Call) -> bool:
-    """Whether both are parts of one call of the caller: where the peers' has begun, so has this."""
+    """Whether both are parts of one user's call: where the peers are past its first part, so is
+    this rank, or it begins another one.
+    """
     is_one = call.caller == own.caller or _is_with_other_arguments(call, own)
     return is_one and own.continues >= call.continues
 
 
 def _is_with_other_arguments(call: Call, own: Call) -> bool:
-    """Whether both begin one call, to which the ranks have given different arguments.
-
-    Two numbers are two steps: one of the ranks is behind.
+    """Whether both begin one user's call, to which the ranks have given different arguments. Two
+    numbers are two steps: one of the ranks is behind.
     """
     here, there = own.caller, call.caller
     if own.continues or call.continues or here.verb != there.verb:
@@ -133,9 +139,9 @@ def _is_with_other_arguments(call: Call, own: Call) -> bool:
 
 
 def _is_told(call: Call, failure: Failure, own: Call, block: Asked | None) -> bool:
-    """Whether the failure of `call` is one of the call that `own` is a part of."""
+    """Whether this rank, too, raises the failure of `call`; else it is another call's."""
     if _is_of_caller(call, own) or call.asked == block:
         return True
     if failure.kind == CallMismatch.__name__ and call.continues and call.asked == call.caller:
         return True  # a peer has found that the ranks are out of step, and tells all
-    return call.kind == "unpublish" and call.asked == own.asked  # which counts for any caller
+    return call.kind == "unpublish" and call.asked == own.asked  # whatever it is a part of

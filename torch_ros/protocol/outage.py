@@ -32,11 +32,12 @@ class Patience:
 
     @property
     def is_usual(self) -> bool:
-        """Whether its process has no other way than to fail."""
+        """Whether the call can only fail without a seat, and waits for peers as others do."""
         return not self.is_unpublish and self.store_wait_s is None and self.peers_s is None
 
     def bears_s(self, ttl_s: float, *, is_refused: bool) -> float:
-        """How long requests may fail while the lease is renewed; then the seat is given up.
+        """How long requests may fail while the lease is renewed; then the seat is given up, if the
+        call can do without one.
 
         Args:
             is_refused: etcd answers, and says no. A request without an answer may be answered the
@@ -49,7 +50,12 @@ class Patience:
         return self.store_wait_s if is_refused else max(ttl_s, self.store_wait_s)
 
     def left_s(self, outage: Outage, called_s: float, now_s: float) -> float:
-        """How much longer to wait, at `now_s`, in a call made at `called_s`. Not above 0: not."""
+        """How much longer to wait, at `now_s`, in a call made at `called_s`; 0 or less: no more.
+
+        A publication waits its `store_wait_s`; an unpublish a TTL since the loss, if etcd answers.
+        Others wait for etcd to their deadline, and for peers alone 2 TTLs; after one that waited in
+        vain, the next ones fail at once.
+        """
         ttl_s, lost_s = outage.ttl_s, now_s - outage.lost_since_s
         if self.store_wait_s is not None:
             return self.store_wait_s - (now_s - called_s)

@@ -1,4 +1,4 @@
-"""Which version an update goes to. Pure."""
+"""The version that an update goes to. Pure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,11 +17,11 @@ from torch_ros.store.txn import Ranges, View
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """The step of an update: to `ref`, unless it says why not yet."""
+    """The step of an update: to `ref`, unless `said` is why not yet. `ref` None: none is newer."""
 
     ref: VersionRef | None = None
     said: str = ""
-    until: Callable[[], bool] | None = None  # true: it may be another one, which no record tells
+    until: Callable[[], bool] | None = None  # true: decide again, for a reason in no record
 
     @property
     def goes_to(self) -> VersionRef | None:
@@ -41,7 +41,7 @@ def next_of(call: Call) -> Next:
 class Policy:
     """Chooses the version that an update goes to: here the newest, wherever it is."""
 
-    is_asked_first: ClassVar[bool] = False  # while nothing is held, too
+    is_asked_first: ClassVar[bool] = False  # also by a replica that holds nothing
 
     def next_version(self, view: View, seat: Seat, spec: Spec, held: VersionRef | None) -> Next:
         """The step of a replica. One rank decides it for all."""
@@ -50,13 +50,12 @@ class Policy:
         return Next(offer.ref if offer else None)
 
     def watched(self, view: View, seat: Seat, held: VersionRef | None) -> Ranges:  # noqa: ARG002
-        """The records, beside those of versions, of which a change may make it another one."""
+        """The records, beside versions' ones, whose change may lead to another step."""
         return ()
 
     def took(self, found: Next, held: VersionRef | None, deadline: Deadline) -> None:  # noqa: ARG002
         """Act on the step that was decided. Called on all ranks, before any of them goes on.
-
-        Raises: UsageError: It is another policy's.
+        Raises: UsageError: It has a version and a reason against it, as another policy's has.
         """
         if found.ref is not None and found.said:
             raise UsageError(
@@ -65,7 +64,7 @@ class Policy:
             )
 
     def to_read(self, asked: Spec, chosen: VersionRef | None) -> Sequence[Spec]:
-        """The reads when `chosen` was; each of these if the one before is there no more."""
+        """The versions to read, once `chosen` was; each only if the one before it has gone."""
         return (replace(asked, floor=chosen),)
 
 

@@ -45,6 +45,8 @@ def deletion(key: str) -> str:
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A value in etcd. A field that is not known here is an error: another release wrote it."""
+
     def encode(self) -> bytes:
         return msgspec.json.encode(self)
 
@@ -69,7 +71,6 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 def extension(of: Mapping[str, msgspec.Raw], name: str, kind: type[T]) -> T | None:
     """The value that a feature has added to a record under this name; None: nothing.
-
     Raises: BackendError: As `Record.decode`.
     """
     if name not in of:
@@ -84,7 +85,7 @@ def extension(of: Mapping[str, msgspec.Raw], name: str, kind: type[T]) -> T | No
 
 
 def extended(of: Mapping[str, msgspec.Raw], name: str, value: object) -> dict[str, msgspec.Raw]:
-    """These, and this value under this name; None: without what is there."""
+    """`of`, with `value` under `name`; a value of None: without what is there by that name."""
     others = {other: there for other, there in of.items() if other != name}
     return others if value is None else others | {name: msgspec.Raw(msgspec.json.encode(value))}
 
@@ -98,7 +99,9 @@ class Failure(Record, frozen=True):
 
     @classmethod
     def of(cls, error: BaseException, *, replica: str, call: int, rank: int) -> Failure:
-        """Errors that are not ours, and those that say nothing to a peer, become CallAborted."""
+        """The error as peers are told it. CallAborted stands for those that are not ours, that JSON
+        cannot write, or that say nothing to a peer: a lost seat is this rank's alone.
+        """
         shared = isinstance(error, TorchRosError) and not isinstance(error, errors.SeatLost)
         fields = [_writable(field) for field in error.args if _is_writable(field)]
         if shared and len(fields) == len(error.args):
@@ -107,6 +110,7 @@ class Failure(Record, frozen=True):
         return cls("CallAborted", [replica, call, rank, reason], rank)
 
     def error(self) -> TorchRosError:
+        """The error to raise on this rank; a PeerError, if this release knows none like it."""
         kind = getattr(errors, self.kind, None)
         if not (isinstance(kind, type) and issubclass(kind, TorchRosError)):
             return errors.PeerError(f"{self.kind}{tuple(self.fields)} on rank {self.rank}")
@@ -164,7 +168,7 @@ class RunRecord(Record, frozen=True):
 
     by: str
     number: Number
-    ended_at: Number | None = None  # the highest version before it, that went; for people
+    ended_at: Number | None = None  # the highest version of runs before, which went; for people
 
 
 class VersionRecord(Record, frozen=True):
@@ -220,7 +224,7 @@ class Ready(Record, frozen=True):
     """`ready/<inst>/<n>/<rank>`: this rank has done its part of call n."""
 
     value: str  # of an agree, what the ranks must agree on; else the digest of its sharding
-    is_unproven: bool = False  # made of what was there: the ranks must compare all that they have
+    is_unproven: bool = False  # made of bytes it had before: the ranks must compare all they have
 
 
 def in_words(version: object) -> str:
@@ -233,23 +237,22 @@ def in_words(version: object) -> str:
 
 
 class Asked(Record, frozen=True):
-    """A call as its caller, or a rank of its group, makes it. Equal ones are one call.
-
-    People get its `str`, by which nothing is decided.
+    """A call as its user, or a rank of its group, makes it. Equal ones are one call. People get its
+    `str`, by which nothing is decided.
     """
 
     verb: str
-    version: Number | str | None = None  # as the caller gave it; a text if it is no number
-    is_check: bool = False  # whether all ranks may make it, which comes first
+    version: Number | str | None = None  # as the user gave it; a text if it is no number
+    is_check: bool = False  # the check that comes first, whether all ranks may make it
     floor: Number | None = None  # replicate: no version below it
-    if_there: bool = False  # replicate: that there is none is an answer
-    or_in: str = ""  # where else than with a replica it counts as being there, as to that
+    if_there: bool = False  # replicate: that there is no such version is an answer
+    or_in: str = ""  # with `if_there`: a feature's supplier, where it counts as being there, too
     waits: bool = False  # update: until there is something newer
     attempt: Number = 0  # installed: the install that it ends
 
     @classmethod
     def of(cls, verb: str, version: object, *, waits: bool = False) -> Self:
-        """A call with a version that nobody has looked at yet."""
+        """A call with a version that nobody has checked yet: one that is no number is a text."""
         is_number = isinstance(version, int) and not isinstance(version, bool)
         if is_number and 0 <= version <= NUMBER_MAX:  # type: ignore[operator]
             return cls(verb, int(version), waits=waits)  # type: ignore[call-overload]
@@ -330,7 +333,7 @@ class Said(NamedTuple):
     """The answers of all ranks in a call."""
 
     by_rank: Mapping[int, str]
-    is_unproven: bool = False  # a part was made of what was there
+    is_unproven: bool = False  # the part of a rank is, as its Ready record says
 
 
 def answers_of(said: Mapping[int, str]) -> str:
@@ -363,16 +366,16 @@ class Call(Record, frozen=True):
     at_ms: Moment = 0  # when the rank that decided it began it
     published_ms: Moment = 0  # of a version that it brings: as in the version's record
     traceparent: Traceparent = ""  # likewise
-    part_of: Asked | None = None  # the call of the caller, if it is not what is asked
-    continues: bool = False  # not its first part
-    # Values of features, by name. One that a rank does not know ends the call for all, or is passed
-    # over: it stands in `must`, or in `more`.
+    part_of: Asked | None = None  # the user's call, if it is not what is asked
+    continues: bool = False  # not the first part of that
+    # Values of features, by name. One in `must` that a rank does not know ends the call for all;
+    # one in `more` is passed over.
     must: dict[str, msgspec.Raw] = {}
     more: dict[str, msgspec.Raw] = {}
 
     @property
     def caller(self) -> Asked:
-        """The call of the caller that it is a part of."""
+        """The user's call that it is a part of."""
         return self.part_of or self.asked.after_check
 
     @property
@@ -396,7 +399,7 @@ class Decisions(Record, frozen=True):
     """`decisions/<inst>`: the group's last calls."""
 
     calls: tuple[Call, ...] = ()
-    forgotten_below: Number = 0  # calls of lower numbers were made, but for those that are here
+    forgotten_below: Number = 0  # below, a call that is not here was made, and is forgotten
 
     def with_calls(self, calls: Iterable[Call]) -> Decisions:
         return Decisions(tuple(calls), self.forgotten_below)
@@ -407,7 +410,7 @@ class Decisions(Record, frozen=True):
         return self.with_calls((*others, call))
 
     def cut(self, kept: int) -> Decisions:
-        """The calls that were written last: one that stayed open for long may be an old one."""
+        """Forget all but those written last: not by number, as one may stay open for long."""
         forgotten = (call.number + 1 for call in self.calls[:-kept])
         return Decisions(self.calls[-kept:], max(self.forgotten_below, *forgotten, 0))
 
@@ -431,7 +434,7 @@ class Kept(Record, frozen=True):
         return cls(call.ref, call.number, layout, is_original, *published)
 
     def is_as(self, other: Kept | None) -> bool:
-        """Whether both say the same; of clocks and spans they need not."""
+        """Whether both say the same, but for clocks and spans, which are for people."""
         if other is None:
             return False
         alike = msgspec.structs.replace(other, at_ms=self.at_ms, traceparent=self.traceparent)
@@ -445,7 +448,7 @@ class Kept(Record, frozen=True):
 
 
 class Carried(Record, frozen=True):
-    """`carried/<inst>/<feature>` has the value: what one of the ranks knows of it.
+    """A feature's say about a replica, as a rank knows it; `carried/<inst>/<feature>` has `value`.
 
     The one with the highest number counts among those that the ranks of a group bring along, and
     the heaviest of one number.

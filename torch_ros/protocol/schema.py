@@ -14,8 +14,7 @@ SCHEMA = 4  # changes with the keys and records of docs/protocol/records.md
 
 
 def require_own(view: View, keys: Keys) -> bool:
-    """Whether the model has a number; it is this release's.
-
+    """Whether the model has a number yet, which is then this release's.
     Raises: BackendError: Another release has written the model's records.
     """
     there = SchemaRecord.at(view, keys.schema())
@@ -31,10 +30,9 @@ def require_own(view: View, keys: Keys) -> bool:
 
 def put_own(view: View, keys: Keys) -> tuple[tuple[Put, ...], tuple[Guard, ...]]:
     """The record of a model that has no number yet, and the guard that it is, or is not, there.
-
     Raises: BackendError: As `require_own`.
     """
-    if require_own(view, keys):  # it is deleted with all else where nobody has a seat
+    if require_own(view, keys):  # guarded: `torch-ros gc` deletes all of an unused model
         there = view.entries[keys.schema()]
         return (), (Created(keys.schema(), there.create_rev),)
     record = SchemaRecord(SCHEMA, RELEASE)

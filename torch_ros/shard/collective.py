@@ -1,4 +1,4 @@
-"""A call of the caller, as one of all ranks: whatever ends it on one of them ends it on all.
+"""A user's call, as one call of all ranks: whatever ends it on one of them ends it on all.
 
 docs/protocol/steps.md#calls-of-a-caller has the rules.
 """
@@ -40,15 +40,15 @@ def collectively(
     *,
     continues: bool = False,
 ) -> T:
-    """Make a call of the caller, with all of the group's calls that it consists of.
+    """Make a user's call, with all of the group's calls that are its parts.
 
     Args:
         asked: The call, as all ranks make it.
-        flow: Checks the caller's arguments, and makes the calls. It begins anew, with the same
+        flow: Checks the user's arguments, and makes the parts. It begins anew, with the same
             deadline, when this rank finds that its peers have unpublished.
         timeout_s: As for `Shard.deadline`.
         begun: The call's beginning, if it is one of DCP: others that never came are ended.
-        continues: It goes on with a call of which all ranks have made parts before.
+        continues: It goes on with a user's call of which all ranks have made parts before.
     """
     ledger, first = shard.group.ledger, 0  # the number of its first part; 0: it has not begun
 
@@ -78,7 +78,7 @@ def collectively(
 
 
 def checked(shard: Shard, asked: Asked, check: Callable[[], T]) -> T:
-    """The answer of `check`, of a caller's arguments. Its error ends `asked` for all ranks."""
+    """The answer of `check`, of a user's arguments. Its error ends `asked` for all ranks."""
     try:
         return check()
     except UsageError:
@@ -97,7 +97,7 @@ def _until_made(asked: Asked, flow: Callable[[Deadline], T], deadline: Deadline)
 def end_for_all(
     shard: Shard, asked: Asked, error: BaseException, first: int, *, continues: bool = False
 ) -> None:
-    """End the parts of the caller's call that the peers still make, or would.
+    """End, after `error`, the parts of the user's call that the peers still make, or would.
 
     Args:
         first: The number of its first part.
@@ -116,7 +116,7 @@ def end_for_all(
     refusal = GroupTask("agree", asked, deadline, partial(_refuse, error))
     ledger.caller, ledger.first = asked, 0 if continues else first
     try:
-        while True:  # the peers may have ended some of them well, without this rank
+        while True:  # once more for each part that the peers have ended well without this rank
             _until_made(asked, lambda _: shard.make(refusal), deadline)
             deadline.check("the peers go on")
     except TorchRosError as ended:
@@ -126,10 +126,11 @@ def end_for_all(
 
 
 def _refuse(error: TorchRosError, call: GroupCall) -> None:
-    """Let a part of the caller's call fail on all ranks with `error`, unless it has ended well.
+    """Let a part of the user's call fail on all ranks with `error`, unless it has ended well.
 
-    Raises:
-        TorchRosError: It has failed now, or before. CallMismatch: the peers are elsewhere.
+    A rule that raises is decided as a failure, for all that come to the call.
+
+    Raises: TorchRosError: It has failed now, or before. CallMismatch: the peers are elsewhere.
     """
 
     def fail(*_: object) -> Step[Call]:
@@ -139,7 +140,8 @@ def _refuse(error: TorchRosError, call: GroupCall) -> None:
     call.decide((), fail)
     if not call.has_ended:  # the peers are in it, and are told as this rank gives it up
         raise error
-    # The peers may have begun theirs with another argument: its next part is refused like it.
+    # That part has ended well. The peers may have begun it with another argument: the next part, to
+    # be refused like it, is one of their user's call.
     call.seating.ledger.caller = call.decided.caller
 
 

@@ -22,8 +22,7 @@ class KV(Protocol):
 
         It does not apply either when a `Put` names a lease that has ended.
 
-        Raises:
-            UsageError: It is larger than etcd allows, or changes a key twice.
+        Raises: UsageError: It is larger than etcd allows, or changes a key twice.
         """
 
     def wait(self, watch: Watch, *, timeout_s: float) -> bool:

@@ -6,7 +6,8 @@ import queue
 class Latch:
     """Set by any thread, for good; waited for by any.
 
-    Each step that others see is one call into C: `docs/ARCHITECTURE.md` ("Ctrl-C") tells why.
+    Each step that others see is one call into C, so that a signal handler that raises between two
+    leaves nobody waiting (`docs/ARCHITECTURE.md`, "Ctrl-C").
     """
 
     def __init__(self) -> None:

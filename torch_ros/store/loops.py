@@ -1,7 +1,8 @@
 """The one loop of the store. It yields requests and never touches a client.
 
-The same generator runs against etcd in production (`run.run`) and one request at a time,
-interleaved with others and with failures, in a simulation.
+A rule looks at a view and says a `Step`: the loop does it, until that is `Done`. The same generator
+runs against etcd in production (`run.run`) and one request at a time, interleaved with others and
+with failures, in a simulation.
 """
 
 import math
@@ -43,7 +44,6 @@ class Done(Struct, Generic[T_co], frozen=True):
 
 class Act(Struct, Generic[T_co], frozen=True):
     """Commit `txn`; if it applied, `then` makes the answer of its reply. Otherwise decide again.
-
     Without `then` decide again in any case: it was a step on the way.
     """
 
@@ -57,12 +57,12 @@ class Wait(Struct, frozen=True):
 
     reason: str
     ranges: Ranges  # what has to change first
-    limit_s: float = math.inf  # of a question of `follow`: then it is asked again
-    until: Callable[[], bool] | None = None  # except there: when it is true, the rule is asked
+    limit_s: float = math.inf  # in `follow`: then the rule is asked again, since time counts
+    until: Callable[[], bool] | None = None  # in `settle`: once true, the rule is asked again
 
 
 class WaitAtMost(Struct, Generic[T_co], frozen=True):
-    """`wait`, but when the loop has waited so for `limit_s` in all, do `otherwise`."""
+    """`wait`; but once the loop has spent `limit_s` in such waits, in all, do `otherwise`."""
 
     wait: Wait
     limit_s: float
@@ -93,8 +93,8 @@ def settle(
         first: A view from before. If it shows all of `ranges` they are not read, unless the rule
             raises at it. Not for a mere question: an answer is as old as the view; of what is done
             upon it, the guards fail if something has changed since, and a wait ends at once.
-        ahead: What the next loop begins with: the last step reads it, too, a round trip less.
-        keep: Given the view of that.
+        ahead: All that the next loop begins with: the last step reads it, too, a round trip less.
+        keep: Given the view that shows `ahead`.
     """
     losses, waited_s = 0, 0.0
     while losses < ATTEMPTS_MAX:
@@ -120,8 +120,8 @@ def settle(
                     if wanted:
                         keep(_read_along(reply, wanted))
                     return then(reply)
-                first = reply.view
-                losses += first is not None
+                first = reply.view  # None: it applied, a lease has ended, or the reply was lost
+                losses += first is not None  # a guard failed: others have won the race
                 if first is None and not reply.applied and reply is not UNKNOWN:
                     # A lease has ended, and whoever renews it learns of that any moment.
                     yield Watch(whole(ranges), view.rev, "a lease that has ended", LEASE_LOOK_S)
@@ -131,7 +131,7 @@ def settle(
 def _look(
     ranges: Ranges, rule: Callable[[View], Step[T]], first: View | None
 ) -> Steps[tuple[View, Step[T]]]:
-    """A view in which the rule sees enough, and the step that it says: `first`, if it can be."""
+    """A view in which the rule sees enough, and its step: `first` if it is one, else a new one."""
     view = first if first is not None and all(map(first.has, ranges)) else None
     asked, looks = ranges, 1
     while True:
@@ -144,12 +144,13 @@ def _look(
                 raise
             view = None  # no guard protects an error: it may be as old as the view
         except Unseen as unseen:
-            if view is first:
+            if view is first:  # perhaps only too old: look anew at the same
                 view = None
                 continue
             if asked == whole(asked):
                 raise  # a mistake: it looks at what it did not ask for
             if unseen.more and looks < LOOKS_MAX:
+                # All ranges that were whole, and others in place of the samples.
                 asked = (*(r for r in ranges if isinstance(r, Range)), *unseen.more)
             else:
                 asked = whole(ranges)
@@ -165,7 +166,7 @@ def _read_along(reply: Reply, wanted: Ranges) -> View:
         entries.update(found)
         if isinstance(range_, Range):
             shown.append(range_)
-        elif not range_.before and len(found) < range_.most:
+        elif not range_.before and len(found) < range_.most:  # there are no others
             shown.append(range_.range)
     return View(reply.rev, entries, tuple(shown), wanted)
 
@@ -180,6 +181,6 @@ def follow(ranges: tuple[Range, ...], rule: Callable[[View], Done[T] | Wait]) ->
     while isinstance(step := rule(view), Wait):
         changes = yield Follow(ranges, view.rev, step.reason, step.limit_s)
         if changes is not None and not changes.entries:
-            yield Read(ranges[-1:])  # the store answers, and so what is not there is not there
+            yield Read(ranges[-1:])  # silence may be a store that is away: go on once it answers
         view = view.after(changes) if changes is not None else (yield Read(ranges))
     return step.value

@@ -70,7 +70,10 @@ class Failures:
     def note(
         self, request: Read | Commit, sent_s: float, error: StoreUnavailable | AccessDenied
     ) -> bool:
-        """Whether it is the first of those that fail. Raises when they have for too long."""
+        """Note a request that failed. Whether it is the first since others were answered.
+
+        Raises: A denial; or as `on_failure` does when requests have failed for too long.
+        """
         if self._on_failure is None and isinstance(error, AccessDenied):
             raise error
         is_first = not self._since_s
@@ -83,7 +86,7 @@ class Failures:
         self._since_s.pop(type(request), None)
 
     def denied(self, error: AccessDenied) -> None:
-        """A watch was: the next request is, too, if that was no mistake."""
+        """Note a denied watch. The next request tells whether that was a mistake."""
         if self._on_failure is None:
             raise error
         time.sleep(RETRY_S)
@@ -141,6 +144,7 @@ def _send(
     check: Callable[[], None] | None,
     failures: Failures,
 ) -> View | Reply:
+    """Send a request until it is answered; a commit once, as `run` says."""
     while True:
         # At least one try, and a short one at that, even when the time is over: what a call
         # leaves behind is cleaned up with the same requests.
@@ -176,7 +180,7 @@ def _follow(
     check: Callable[[], None] | None,
     reminder: Reminder,
 ) -> Changes | None:
-    """The changes. None: read again, as one does from time to time whatever happened."""
+    """The changes; none, if `limit_s` is over. None: read again, as one does every REMIND_S."""
     changes: Changes | None = None
 
     def is_told(*, timeout_s: float) -> bool:
@@ -184,6 +188,7 @@ def _follow(
         changes = kv.follow(request, timeout_s=timeout_s)
         return changes is None or bool(changes.entries)
 
+    # All that changes meanwhile is one look.
     time.sleep(min(FOLLOW_S, max(0.0, deadline.left_s())))
     watch = Watch(request.ranges, request.after_rev, request.reason, request.limit_s)
     waited_s = _wait(watch, is_told, kv.endpoint, deadline, check, reminder)
@@ -199,7 +204,9 @@ def _wait(
     check: Callable[[], None] | None,
     reminder: Reminder,
 ) -> float:
-    """Seconds waited. Returns to look again from time to time, whatever happened."""
+    """Seconds waited until `wait`, called for a slice of time, is true; or `watch` ends, or after
+    REMIND_S, to look again whatever happened.
+    """
     started_s = time.monotonic()
     is_asked = check is not None or watch.until is not None or deadline.is_cut is not None
     look_s = min(LOOK_S, REMIND_S) if is_asked else REMIND_S

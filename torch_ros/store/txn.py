@@ -63,9 +63,8 @@ def whole(ranges: Iterable[Range | Sample]) -> tuple[Range, ...]:
 
 
 class Unseen(Exception):
-    """A rule cannot decide from the samples that a view shows.
-
-    It wants to see `more` in their stead; if that is nothing, all of it.
+    """A rule cannot decide from the samples that a view shows. It wants to see `more` in their
+    stead; if that is nothing, all of it.
     """
 
     def __init__(self, *more: Range | Sample) -> None:
@@ -150,7 +149,7 @@ class View(Struct, frozen=True):
 
     rev: int
     entries: Mapping[str, Entry] = field(default_factory=dict)
-    shown: tuple[Range, ...] = (EVERYTHING,)  # what is not in `entries`, and in these, is not there
+    shown: tuple[Range, ...] = (EVERYTHING,)  # here, a key that is not in `entries` does not exist
     asked: Ranges = ()  # what was read
 
     def shows(self, range_: Range) -> bool:
@@ -158,7 +157,7 @@ class View(Struct, frozen=True):
         return any(all_.start <= range_.start and range_.end <= all_.end for all_ in self.shown)
 
     def has(self, range_: Range | Sample) -> bool:
-        """Whether it shows as much of `range_` as was asked for."""
+        """Whether to read `range_` would add nothing: just that was read, or all of it is here."""
         return range_ in self.asked or all(map(self.shows, whole((range_,))))
 
     def after(self, changes: Changes) -> View:
@@ -168,11 +167,7 @@ class View(Struct, frozen=True):
         return View(changes.rev, there, self.shown, self.asked)
 
     def get(self, key: str) -> Entry | None:
-        """The record, or None if there is none.
-
-        Raises:
-            Unseen: There may be one.
-        """
+        """The record, or None if there is none. Raises: Unseen: There may be one."""
         entry = self.entries.get(key)
         if entry is None and not self.shows(one(key)):
             raise Unseen
@@ -185,9 +180,7 @@ class View(Struct, frozen=True):
 
     def within(self, range_: Range) -> Iterator[tuple[str, Entry]]:
         """The keys of `range_` and their entries, in key order.
-
-        Raises:
-            Unseen: There may be others.
+        Raises: Unseen: There may be others.
         """
         if not self.shows(range_):
             raise Unseen
@@ -213,7 +206,7 @@ class Reply(Struct, frozen=True):
     applied: bool
     rev: int  # the store's revision when it was answered
     results: tuple[Mapping[str, Entry] | int, ...] = ()
-    view: View | None = None  # of what the txn wanted `otherwise`; None if its lease had ended
+    view: View | None = None  # of what the txn wanted `otherwise`, if a guard failed
 
 
 UNKNOWN = Reply(applied=False, rev=0)  # the reply was lost: the txn may have applied; look again
