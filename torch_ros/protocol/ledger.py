@@ -303,8 +303,8 @@ class Ledger:
     def part(self, call: Call) -> Call:
         """`call`, the next one, marked as a part of the user's call that is under way (`caller`).
 
-        `part_of` is left out where `call` asks the same itself. It `continues` that if an earlier
-        part has used a number.
+        `part_of` is left out where `call` asks the same itself. It `continues` the user's call if
+        an earlier part has used a number.
         """
         if self.caller is None:
             return call
@@ -313,8 +313,8 @@ class Ledger:
         return msgspec.structs.replace(call, part_of=part_of, continues=continues)
 
     def skipped(self, number: int) -> None:
-        """Note that this rank skips the peers' call of that number, which is none of its user's:
-        a user's call that was to begin with it begins after it.
+        """Note that this rank skips the peers' call of that number: if its user's call was to begin
+        there, that begins after it.
         """
         if self.first == number:
             self.first = number + 1
@@ -354,7 +354,7 @@ class Ledger:
             return True
 
     def gave_up(self, call: Attempt) -> bool:
-        """Note that a call ended for want of a seat; False: this rank has its seat again."""
+        """Note that a call ended for want of a seat; False: this rank is seated, or fenced."""
         with self.lock:
             if self.standing.state != "away":
                 return False
@@ -362,7 +362,7 @@ class Ledger:
             return True
 
     def _note_given_up(self, call: Attempt) -> None:
-        """It ended badly, and has used up one number, as on the peers, which may have made it."""
+        """Note that it ended badly, and used up one number, as on peers, which may have made it."""
         call.become(CallEvent.CUT_OFF)
         if self._given_up == (call.kind, call.asked) and call.number == self.calls_made:
             return  # the user has tried again: it is one call still
@@ -373,7 +373,7 @@ class Ledger:
         self.changes += 1
 
     def _end_without(self, call: Attempt) -> None:
-        """It ended badly, for all that this rank knows; a peer may know better."""
+        """Note that it ended badly, for all that this rank knows; a peer may know better."""
         self.ended.append(msgspec.structs.replace(call.part, outcome=Outcome(call.abandoned)))
 
     def _end_unfinished(self) -> None:

@@ -180,7 +180,7 @@ def _follow(
     check: Callable[[], None] | None,
     reminder: Reminder,
 ) -> Changes | None:
-    """The changes; none, if `limit_s` is over. None: read again, as one does every REMIND_S."""
+    """The changes; empty ones after `limit_s`. None: read again, as one does every REMIND_S."""
     changes: Changes | None = None
 
     def is_told(*, timeout_s: float) -> bool:
@@ -188,7 +188,7 @@ def _follow(
         changes = kv.follow(request, timeout_s=timeout_s)
         return changes is None or bool(changes.entries)
 
-    # All that changes meanwhile is one look.
+    # All that changes meanwhile takes one look at the records, and not many.
     time.sleep(min(FOLLOW_S, max(0.0, deadline.left_s())))
     watch = Watch(request.ranges, request.after_rev, request.reason, request.limit_s)
     waited_s = _wait(watch, is_told, kv.endpoint, deadline, check, reminder)
@@ -209,7 +209,7 @@ def _wait(
     """
     started_s = time.monotonic()
     is_asked = check is not None or watch.until is not None or deadline.is_cut is not None
-    look_s = min(LOOK_S, REMIND_S) if is_asked else REMIND_S
+    look_s = min(LOOK_S, REMIND_S) if is_asked else REMIND_S  # the longest slice
     while (waited_s := time.monotonic() - started_s) < REMIND_S:
         if watch.until is not None and watch.until():
             break
