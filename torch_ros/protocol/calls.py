@@ -261,7 +261,7 @@ def announce_filling(
     # Somebody has it now: a version must not be decided on that has just gone.
     guard = view.unchanged(offer.first_key(seat.keys))
     step = recorded(view, seat, decided, (guard,), (held,))
-    return msgspec.structs.replace(step, ahead=choice_ranges(seat, ref))
+    return msgspec.structs.replace(step, ahead=choice_ranges(seat, ref))  # for the claim
 
 
 def elsewhere(view: View, seat: Seat, spec: Spec) -> AvailableVersion | Wait:

@@ -424,8 +424,8 @@ class Ledger:
         return end[0].said if end else None
 
     def end_of(self, value: str) -> Outcome:
-        """The end of the last good call that had a layout: a call ends so, too, if all ranks say in
-        it what they said in that. An empty one: this rank said something else than `value` in that.
+        """The end of the last good call that had a layout; an empty one, if this rank did not say
+        `value` in that. A call in which all ranks say again what they said in it ends the same.
         """
         wholes = (each for each in reversed(self._ends.values()) if each[0].said)
         end, said = next(wholes, (Outcome(), ""))

@@ -73,5 +73,5 @@ _NEXT = {(life, event): to or life for lives, event, to, _ in TABLE for life in 
 
 
 def after(life: CallLife, event: CallEvent) -> CallLife:
-    """The life that `event` leads to."""
+    """The life that `event` leads to. KeyError: not in `TABLE`, so it is a mistake of ours."""
     return _NEXT[life, event]

@@ -37,12 +37,12 @@ class Missed(Exception):
 
 
 def is_left_out(view: View, seat: Seat, own: Call, told: Asked | None) -> bool:
-    """Whether the ended call that `own` meets is one that this rank has left out: it is behind.
+    """Whether the ended call in the place of `own` is one that this rank has left out.
 
-    Two calls that users make alike cannot be told apart, so this rank would take the end of the one
-    left out for its own call's, and stay one behind. It is behind if peers wait in a later call
-    made like its own; or waited in vain in a later part of this one, if this rank was `told` of the
-    failure of such a call, too, without a part in it.
+    Two calls of a user that ask the same look alike: this rank would take the end of the one it
+    left out for that of its own, and stay one behind. It has left one out if its peers wait in a
+    later call that asks the same; or if they waited in vain in a later part of this one, and this
+    rank was `told` of the failure of such a call before, in which it had no part either.
     """
     later = [call for call in calls_of(view, seat) if call.number > own.number]
     later.sort(key=lambda call: call.number)
@@ -120,8 +120,8 @@ def _is_waited_out(call: Call) -> bool:
 
 
 def _is_of_caller(call: Call, own: Call) -> bool:
-    """Whether both are parts of one user's call: where the peers are past its first part, so is
-    this rank, or it begins another one.
+    """Whether both are parts of one user's call. Where `call` is no first part, `own` must be none
+    either: else this rank begins another user's call.
     """
     is_one = call.caller == own.caller or _is_with_other_arguments(call, own)
     return is_one and own.continues >= call.continues

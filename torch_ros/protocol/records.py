@@ -301,6 +301,8 @@ class Suspect(Record, frozen=True):
 
 
 class VersionRef(Record, frozen=True):
+    """A version of a run; `uid` tells its content from that of a later one with its number."""
+
     run: str
     version: Number
     uid: str
@@ -410,7 +412,7 @@ class Decisions(Record, frozen=True):
         return self.with_calls((*others, call))
 
     def cut(self, kept: int) -> Decisions:
-        """Forget all but those written last: not by number, as one may stay open for long."""
+        """The `kept` calls written last: by number, one that stayed open for long would go."""
         forgotten = (call.number + 1 for call in self.calls[:-kept])
         return Decisions(self.calls[-kept:], max(self.forgotten_below, *forgotten, 0))
 

@@ -68,7 +68,7 @@ def collectively(
         make_in_time = make if begun is None else partial(begun.come, make)
         return shard.busy(make_in_time, is_member=asked.verb not in TAKES_BACK)
     except BaseException as error:
-        # Ctrl-C may come before it has begun; an error of ours there refuses it on this rank alone.
+        # Before it has begun, an error of ours is this rank's alone; Ctrl-C ends it for peers, too.
         if first or not isinstance(error, TorchRosError):
             first = first or ledger.calls_made + 1
             end = partial(end_for_all, shard, asked, error, first, continues=continues)

@@ -204,8 +204,8 @@ def _wait(
     check: Callable[[], None] | None,
     reminder: Reminder,
 ) -> float:
-    """Seconds waited until `wait`, called for a slice of time, is true; or `watch` ends, or after
-    REMIND_S, to look again whatever happened.
+    """Seconds waited: until `wait`, which blocks for a slice of the time, says that something may
+    have changed; until `watch` ends; or for REMIND_S, to look again whatever happened.
     """
     started_s = time.monotonic()
     is_asked = check is not None or watch.until is not None or deadline.is_cut is not None
