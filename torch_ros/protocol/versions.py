@@ -89,7 +89,7 @@ def newer_ranges(keys: Keys, held: VersionRef | None) -> Ranges:
     if held is None:
         return ranges
     newer_ones = Range(keys.holdings_of(held.run, held.version).end, keys.holdings(held.run).end)
-    return (*ranges, Sample(newer_ones, HOLDERS_MAX, is_oldest=True))
+    return (*ranges, Sample(newer_ones, HOLDERS_MAX, is_oldest=True))  # in the same run
 
 
 def run_numbers(view: View, keys: Keys) -> dict[str, int]:
@@ -201,7 +201,7 @@ def newer_refs(
 ) -> list[VersionRef]:
     """The versions published in full after `held`; if `newest` is given, of its run and up to it.
 
-    It is one of them even with the number of `held`: then that was published anew.
+    `newest` is one of them even with the number of `held`: then that was published anew.
     """
     refs = [ref for ref, record in _records(view, keys) if record.layout]
     if newest is not None:

@@ -195,7 +195,7 @@ class Closing:
             try:
                 self._tell(self._patiently(partial(self._run, ranges, stay)))
             except DeadlineExceeded:
-                self._is_last = True
+                self._is_last = True  # this look is not cut short, or nobody learns what is lost
                 self._tell(self._run(ranges, partial(rules.stop, each=each), LOOK_S))
 
     def _patiently(self, attempt: Callable[[float], T]) -> T:
@@ -220,8 +220,8 @@ class Closing:
     def _check(self) -> None:
         """Raises: DeadlineExceeded, Fenced: It is to end now; or a lease of it has ended."""
         # Only waits are cut short: first and last looks say what is needed, and what is lost.
-        is_patient = self._drains or self._lease is not None
-        if self._is_over and is_patient and not self._is_last:
+        is_waiting = self._drains or self._lease is not None
+        if self._is_over and is_waiting and not self._is_last:
             raise DeadlineExceeded("close", self._linger_s, "it is closed at once")
         seat = None if self._has_moved else self._group.session
         if not all(each.is_valid() for each in (seat, self._lease) if each):

@@ -121,7 +121,7 @@ def let_finish(
     )
     other = {each: there[each] for each in changed if there[each].state != state}  # to be changed
     reading = _reading(view, (each.readers[0] for each in there))
-    if not is_patient or not (other if lingers else reading):
+    if not is_patient or not (other if lingers else reading):  # nothing is left to do here
         lost = [] if lingers else _alone(view, seat, there)
         return Done(_gone(view, lost, {each.inst for each in leaving}))
     if not other:
@@ -275,7 +275,7 @@ def linger(view: View, each: Leaving, world_size: int) -> Step[Gone]:
     # A group that comes only now may be one to stay for.
     alone: tuple[Guard, ...] = (NoneNewer(keys.groups(), view.rev),)
     unwanted = alone if keep.is_needed else keep.guards
-    guards: tuple[Guard, ...] = (same,) if waiting else (same, *unwanted)
+    guards: tuple[Guard, ...] = (same,) if waiting else (same, *unwanted)  # it goes by these
     reading = _reading(view, each.readers)
     if not waiting and not reading:
         lost = _gone_if_needed(view, each)
