@@ -74,7 +74,7 @@ class StateDict:
             return self._as_before(memo, self._seen, contents)
         if self._own:
             self._plan = self._own.plan_now(contents)
-            self._seen = outline(given)  # what was on no device is there now
+            self._seen = outline(given)  # `plan_now` has put meta tensors on a device
         state = self._planned(layouts)
         memo = self._kept["load"] = Memo.of(self._seen, planner.state_dict, state, source)
         if memo is not None:
@@ -164,7 +164,7 @@ class StateDict:
                 self._vetted[fqn] = (content, unpickled(content, spent))
 
     def commit(self) -> None:
-        """Give the planner what was read: the objects' values; tensors are in place already."""
+        """Give the planner the objects, and tell it that its tensors, in place, are filled."""
         memo = self._kept.get("load")
         if memo is not None and self._seen is not None:
             memo.learn(self._seen, self._checkpoints.registered)
@@ -194,6 +194,7 @@ class StateDict:
 
 @contextmanager
 def _vetting(fqn: str) -> Iterator[None]:
+    """Raises: UntrustedObject: Something goes wrong with the object of that name."""
     try:
         yield
     except Refused as error:

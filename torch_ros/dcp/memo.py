@@ -29,7 +29,7 @@ ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 @dataclass(frozen=True, slots=True)
 class _ChunkPlan:
     offsets: tuple[int, ...]
-    leaf: int
+    leaf: int  # among the outline's leaves, the tensor of which this is a chunk
     skip: int  # elements from the local tensor's first to the chunk's first
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -40,10 +40,11 @@ class _TensorPlan:
     fqn: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    spread: bool
+    spread: bool  # over ranks
     chunks: tuple[_ChunkPlan, ...]
 
     def of(self, local: Mapping[int, torch.Tensor]) -> LocalTensor:
+        """The tensor of a new state dict: its chunks are views of that one's `local` tensors."""
         chunks = []
         for chunk in self.chunks:
             tensor = local[chunk.leaf].detach()
@@ -128,17 +129,18 @@ class Memo:
             registered: The tensors that the handle has registered; if it is this very state, in the
                 same memory, then the state says so.
         """
-        if registered is not None and self._is(registered, seen, objects):
+        if registered is not None and self._is_in_place(registered, seen, objects):
             return registered.holding(objects)
         tensors = [plan.of(seen.locals) for plan in self.tensors]
         return LocalState(tensors, objects, self.paths)
 
-    def _is(
+    def _is_in_place(
         self, registered: LocalState, seen: Outline, objects: Mapping[str, torch.Tensor]
     ) -> bool:
         """Whether the registered tensors are those of this outline, in the same memory.
 
-        They are allocated still, so at equal addresses there is no tensor that came after them.
+        They are allocated still, so at equal addresses there is no tensor that came after them. Of
+        `objects`, the pickles to be shown, sizes have to agree: their bytes replace those there.
         """
         return (
             registered.layout is self.layout
@@ -156,12 +158,13 @@ class Memo:
         if registered and registered.layout is self.layout and seen.addresses == self.addresses:
             return
         if registered is None or self._addresses(seen) != _addresses(registered):
-            self.layout = None
+            self.layout = None  # something else is registered: the next state is made anew
             return
         self.layout, self.addresses = registered.layout, seen.addresses
         self.chunk_addresses = [tensor.data_ptr() for tensor in registered.memory]
 
     def _addresses(self, seen: Outline) -> set[int]:
+        """The places at which the chunks of this memo lie in the tensors of an outline."""
         return {
             seen.locals[chunk.leaf].data_ptr() + chunk.skip * plan.dtype.itemsize
             for plan in self.tensors

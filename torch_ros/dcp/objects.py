@@ -57,7 +57,7 @@ class Spent:
             raise Refused(f"the objects of this load have more than {OPCODES_MAX} parts")
 
     def add_copy(self, given: Any) -> None:
-        """Before something is called with it, which may copy it, or look at all of it.
+        """Count an argument before the call, which may copy it, or look at all of it.
 
         A stream names one large argument again and again, for a few bytes each time.
         """
@@ -74,7 +74,7 @@ class Spent:
             raise Refused(f"it is called with {self.copied_bytes} bytes in all")
 
     def add_key(self, values: int) -> None:
-        """Before it is hashed: it consists of so many values."""
+        """Count a key of so many values, before it is hashed."""
         self.keys += 1
         self._expand(values, "has keys of")
         # Keys can be chosen so that each is compared with all others.
@@ -119,7 +119,7 @@ class _Archive:
             raise Refused("it was written on a big-endian machine")
 
     def record(self, name: str) -> memoryview:
-        """Its bytes; none, if there is no such record."""
+        """The bytes of the record of that name; none, if there is none."""
         if (found := self._records.get(name)) is None:
             return memoryview(b"")
         at = found.header_offset
@@ -138,7 +138,7 @@ class _Unpickler:
         self._memo: dict[int, Any] = {}
         self._storages: dict[str, torch.storage.TypedStorage] = {}
         self._tuples: dict[int, tuple[int, int]] = {}  # of those that have some: values, depth
-        self._users = _safe_of_users()
+        self._users = _safe_of_users()  # may be named and called as well, by name
 
     def load(self) -> Any:
         content = bytes(self._archive.record("data.pkl"))
@@ -200,7 +200,7 @@ class _Unpickler:
             case _:
                 raise Refused(f"it needs the opcode {name} of pickle")
 
-    def _popped(self, count: int) -> list[Any]:
+    def _popped(self, count: int) -> list[Any]:  # off the top of the stack
         if len(self._stack) < count:
             raise Refused("its stack is empty")
         cut = len(self._stack) - count
@@ -239,7 +239,7 @@ class _Unpickler:
             raise Refused("it appends to what is no list")
         self._stack[-1].extend(items)
 
-    def _set(self, items: Sequence[Any]) -> None:
+    def _set(self, items: Sequence[Any]) -> None:  # keys and values by turns
         target = self._stack[-1]
         if type(target) not in (dict, OrderedDict, Counter):
             raise Refused("it sets items of what is no dict")
@@ -247,6 +247,7 @@ class _Unpickler:
             target[self._key(key)] = value
 
     def _found(self, argument: str) -> Any:
+        """The value, class or function that a stream names as "module name"; only one of a list."""
         module, name = argument.split(" ", 1)
         if (module, name) in NAME_MAPPING:  # of Python 2, which protocol 2 is for
             module, name = NAME_MAPPING[module, name]
@@ -305,7 +306,7 @@ class _Unpickler:
     ) -> torch.storage.TypedStorage:
         if what != "storage" or kind not in _STORAGES:
             raise Refused(f"it names {what!r:.100}, which is no storage")
-        if key not in self._storages:
+        if key not in self._storages:  # several tensors may be views of one
             dtype = _STORAGES[kind]
             storage = self._filled(key, location, elements * dtype.itemsize)
             self._storages[key] = _TYPED(wrap_storage=storage, dtype=dtype, _internal=True)
@@ -328,20 +329,21 @@ class _Unpickler:
 
 
 def _safe_of_users() -> Mapping[str, Any]:
-    """All that programs have given to `torch.serialization.add_safe_globals`, without torch's."""
+    """All that programs have given to `add_safe_globals`, by the names that pickles use."""
     found = {}
     for each in get_safe_globals():
         value, name = each if isinstance(each, tuple) else (each, "")
         module = getattr(value, "__module__", "") or ""
+        # `_NAMED` has torch's. Its own unpickler refuses the others, too, whoever calls them safe.
         if module.partition(".")[0] not in {"torch", "os", "posix", "sys", "nt"}:
             found[name or f"{module}.{value.__qualname__}"] = value
     return found
 
 
 def _require_small(value: Any, expanded_max: int) -> None:
-    """Refuse what is small in memory, and endless for who walks through it: DCP does."""
+    """Refuse a value that is small in memory, and endless for DCP, which walks all through it."""
     sizes: dict[int, tuple[int, int]] = {}  # values and depth of each container, by id
-    open_, todo = set[int](), [value]
+    open_, todo = set[int](), [value]  # the containers around `here`; a stack: no recursion
     while todo:
         here = todo[-1]
         if id(here) in sizes or type(here) not in _CONTAINERS or not here:
@@ -379,7 +381,7 @@ def _strided(rebuild: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
         if any(type(each) is not int or each < 0 for each in (offset, *size, *stride)):
             raise Refused("a tensor of negative sizes")
         last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        reach = offset + last + 1 if prod(size) else offset
+        reach = offset + last + 1 if prod(size) else offset  # the elements that it needs
         there_bytes = storage._untyped_storage.nbytes()  # noqa: SLF001  # the other one warns
         if reach * item_bytes > there_bytes or prod(size) * item_bytes > BYTES_MAX:
             raise Refused(f"a tensor of {list(size)} that its storage does not have")

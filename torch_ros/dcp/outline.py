@@ -41,13 +41,14 @@ def outline(state_dict: Mapping[str, object]) -> Outline:
         found.is_known = False
     if found.is_known and 0 in found.addresses:  # a tensor without elements has no memory
         pairs = zip(found.addresses, found.locals.values(), strict=True)
-        # Another one had some, which was freed, or it never had any.
+        # One with elements and none has lost it, or never had any: dcp shall deal with it.
         found.is_known = all(address or not local.numel() for address, local in pairs)
     found.tokens.append([mesh.get_coordinate() for mesh in found.meshes.values()])
     return found
 
 
 def _visit(value: Any, found: Outline) -> None:
+    """Add to `found` all that lies within `value`, in the order in which dcp flattens it."""
     kind = type(value)
     if kind in _PLAIN:
         found.tokens.append(_TENSOR)
@@ -58,7 +59,7 @@ def _visit(value: Any, found: Outline) -> None:
         found.meshes[id(spec.mesh)] = spec.mesh
         found.sharded.append(value)
         _visit_memory(value, value._local_tensor, found)  # noqa: SLF001  # as above
-    elif isinstance(value, torch.Tensor):
+    elif isinstance(value, torch.Tensor):  # of a class that may be more than plain memory
         found.is_known = False
         found.leaves.append(value)
         if isinstance(value, DTensor):

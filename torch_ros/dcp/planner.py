@@ -115,8 +115,8 @@ class ROSLoadPlanner(DefaultLoadPlanner):
         _require_plannable(before.items())
         _require_device(before)
         super().set_up_planner(self.original_state_dict, self.metadata, self.is_coordinator)
-        # dcp puts None where it meets an object whose type it does not know, also within others,
-        # which it makes anew: these go back. A tensor on no device it replaces by one: this stays.
+        # dcp puts None for objects of types that it does not know, within containers made anew: put
+        # back what was there. A meta tensor, which dcp replaces by one on a device, stays replaced.
         for fqn, is_now in list(self.state_dict.items()):
             was = before.get(self.mappings.get(fqn, (fqn,)), is_now)
             if was is not is_now and not isinstance(was, _TENSORS):
@@ -135,7 +135,7 @@ class ROSLoadPlanner(DefaultLoadPlanner):
         return new_plan
 
     def put(self, fqn: str, value: Any) -> None:
-        """Set what the caller's own, nested state dict has under that name."""
+        """Set `value` in the nested state dict that dcp.load was given, where `fqn` lies in it."""
         inner: Any = self.original_state_dict
         *path, last = self.mappings[fqn]
         for key in path:
@@ -162,7 +162,7 @@ def add_chunks(
     spread: bool,
 ) -> None:
     """Add to `tensors` the chunk that a planner has found for one item of its plan."""
-    (local,) = local_chunks({fqn: found})  # checks it
+    (local,) = local_chunks({fqn: found})  # raises for what cannot be published or filled
     chunks = tuple(LocalChunk(tuple(offsets), chunk.tensor) for chunk in local.chunks)
     before = tensors[fqn].chunks if fqn in tensors else ()
     tensors[fqn] = LocalTensor(fqn, found.dtype, tuple(shape), (*before, *chunks), spread)

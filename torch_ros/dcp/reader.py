@@ -151,7 +151,7 @@ class ROSReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        if self._error is not None:
+        if self._error is not None:  # of `read_metadata`
             raise self._error
         check_group(self._handle, kwargs.get("rank"), None)
 
@@ -172,6 +172,7 @@ class ROSReader(StorageReader):
         return LoadPlan([], storage_data=self._target.answer)
 
     def _destination(self, planner: LoadPlanner) -> StateDict:
+        """The state dict of this load, for which `planner` has made the plan."""
         return StateDict(
             self._handle.checkpoints,
             memos(self._handle),
@@ -204,7 +205,7 @@ class ROSReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Make the load, as it was checked if that was done on all ranks."""
         load = self._load or self._destination(planner)
-        if self._target is not None:
+        if self._target is not None:  # checked on this rank; now with the answer of all ranks
             self._target = LoadTarget(self._target.state, plan.storage_data)
         report = self._handle.checkpoints.load(self._request(load))
         self.version = report.version
@@ -242,6 +243,7 @@ class _Contents(Mapping[str, STORAGE_TYPES]):
 
 
 def _entry(found: LogicalTensor) -> STORAGE_TYPES:
+    """A tensor or object as dcp's metadata show it: a tensor as one chunk, whoever has parts."""
     if found.dtype == OBJECT:
         return BytesStorageMetadata()
     size = torch.Size(found.shape)

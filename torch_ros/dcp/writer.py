@@ -184,7 +184,7 @@ class ROSWriter(StorageWriter):
         return done
 
     def _collected(self, planner: SavePlanner, *, may_be_known: bool) -> LocalState | BaseException:
-        """Collect the state; an error is raised by the save, on all ranks."""
+        """Collect the state. An error is returned: the save raises it, on all ranks."""
         with self._begun.hook() if self._begun else nullcontext():
             try:
                 return self._collect(planner, may_be_known=may_be_known)
@@ -194,7 +194,8 @@ class ROSWriter(StorageWriter):
     def _collect(self, planner: SavePlanner, *, may_be_known: bool) -> LocalState:
         """The tensors and objects that the planner has planned for this rank, or would plan.
 
-        The memo tells them where the state dict has the structure of the last one.
+        The memo tells them where the state dict has the structure of the last one. `may_be_known`:
+        the registered state may be the answer; not if a copy is published in place of it.
         """
         if values_of(planner) is None:
             return self._planned(self._plan, planner)  # whatever it makes of the state dict

@@ -70,7 +70,7 @@ class Aside:
 
 
 class _Worker:
-    """One of those threads. It shares with who asks only queues in C: no signal tears them."""
+    """One such thread. With those who ask it shares only queues in C, which no signal tears."""
 
     def __init__(self, name: str) -> None:
         self.jobs: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()

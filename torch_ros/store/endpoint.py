@@ -89,7 +89,7 @@ def _await_answer(kv: KV, deadline: float, answer_s: float) -> None:
 
 
 def opened(endpoint: str, timeout_s: float = 0.0) -> KV:
-    """As `connect`, and nobody there was asked anything; only "local" is started."""
+    """The store at `endpoint`, as of `connect`, but nothing there is asked; "local" is started."""
     if endpoint == "local":
         return EtcdKV([local.ensure(timeout_s)])
     scheme, _, rest = endpoint.partition("://")
@@ -120,6 +120,7 @@ def _meant(endpoint: str) -> str:
 
 
 def _open_etcd(hosts: list[str], query: str, *, is_tls: bool) -> EtcdKV:
+    """The store of these hosts; its options are in the query, or else in the environment."""
     named = dict(parse_qsl(query, keep_blank_values=True))
     if not named.keys() <= OPTIONS.keys():  # not repeated: it may be a password
         raise UsageError(f"the endpoint has an option that is none of {', '.join(OPTIONS)}")

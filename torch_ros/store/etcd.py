@@ -125,7 +125,6 @@ REASONS = (
     ("SETTINGS frame|Received http2 header", "something answered, but it is not etcd v3"),
 )
 
-
 SERVER, CLIENT = "server certificate", "client certificate"
 NOW = 0  # as the start of a watch
 
@@ -169,7 +168,7 @@ class EtcdKV:
     def commit(self, txn: Txn, *, timeout_s: float) -> Reply:
         try:
             return self._call(Member.commit, txn, timeout_s)
-        except _LeaseEndedError:
+        except _LeaseEndedError:  # so nothing was applied
             now = self.read(Read(()), timeout_s=timeout_s)
             return Reply(applied=False, rev=now.rev)
 
@@ -224,7 +223,10 @@ class EtcdKV:
         is_enough: Callable[[Sequence[Any]], bool],
         watching: _Watching,
     ) -> bool:
-        """Until some events are enough, or for a reason to look again; False: time is over."""
+        """Follow a watch until some events are enough, or for a reason to look again.
+
+        False: time is over. `starts`: each range, and the revision from which on it is watched.
+        """
         deadline = time.monotonic() + timeout_s
         index, created = self._current, 0
         try:
@@ -241,6 +243,7 @@ class EtcdKV:
                 if is_over or (not reply.created and is_enough(reply.events)):
                     return True
                 created += reply.created
+                # The last of several watches has begun; the one of `follow` tells all by itself.
                 has_begun = reply.created and 1 < created == len(starts)
                 is_late = has_begun and rev > watch.after_rev  # something came before `NOW`
                 if is_late and self._has_newer(watch, timeout_s=deadline - time.monotonic()):
@@ -278,7 +281,6 @@ class EtcdKV:
         return self._call(Member.status, None, timeout_s)
 
     def alarms(self, *, timeout_s: float) -> tuple[str, ...]:
-        """Those of the cluster, such as "NOSPACE"."""
         return self._call(Member.alarms, None, timeout_s)
 
     def close(self) -> None:
@@ -304,6 +306,7 @@ class EtcdKV:
     # One call
 
     def _call(self, method: Method[A, T], request: A, timeout_s: float) -> T:
+        """Make a request, in a thread that no signal reaches. Its errors are ours."""
         self._check_open()
         try:
             deadline = time.monotonic() + timeout_s
@@ -386,7 +389,11 @@ class EtcdKV:
             self._login.release()
 
     def _authenticate(self, user: User, deadline: float) -> str:
-        """A token. A file that is gone after the first login may be exchanged: that passes."""
+        """A token; "": etcd has no users.
+
+        A file that is gone after the first login is a denial, after which a session tries again: it
+        may just be exchanged.
+        """
         try:
             # An error about how it is encoded would have it whole.
             password = bytes_of(user.password_file).decode(errors="replace").rstrip("\r\n")

@@ -29,7 +29,7 @@ SUPPORT = "GRPC_ENABLE_FORK_SUPPORT"
 
 
 class _Forking:
-    """What this process knows for its children, and what it has from its parent."""
+    """The state of this process for its next fork, and what its parent left in it at the last."""
 
     def __init__(self) -> None:
         self.users: weakref.WeakSet[object] = weakref.WeakSet()  # who has channels
@@ -73,7 +73,7 @@ def begin(user: object) -> None:
 
 @contextmanager
 def within(*, is_watch: bool = False) -> Iterator[None]:
-    """For as long as gRPC is called: no child that is forked then may use it."""
+    """Note that gRPC is called, as long as the block lasts: no child forked then may use it."""
     token, all_ = object(), _here.watches if is_watch else _here.requests
     all_.add(token)
     try:
@@ -95,7 +95,7 @@ def _await_end() -> None:
 
 
 def _becomes(condition: Callable[[], bool], within_s: float) -> bool:
-    """Whether it is true by then: gRPC starts and ends its threads within milliseconds."""
+    """Whether `condition` becomes true in that time; gRPC's threads take milliseconds."""
     deadline = time.monotonic() + within_s
     while not (is_true := condition()) and time.monotonic() < deadline:
         time.sleep(POLL_S)

@@ -75,7 +75,7 @@ class Member:
         rev = reply.header.revision
         if reply.succeeded:
             return Reply(applied=True, rev=rev, results=tuple(_results(txn.ops, reply.responses)))
-        view = _view(txn.otherwise, reply) if txn.otherwise else None
+        view = _view(txn.otherwise, reply) if txn.otherwise else None  # it asked for none
         return Reply(applied=False, rev=rev, view=view)
 
     def grant(self, ttl_s: int, **call: Any) -> tuple[int, int]:
@@ -95,7 +95,7 @@ class Member:
             replies.cancel()
 
     def status(self, _: None, *, metadata: Metadata, **call: Any) -> Status:
-        """Its own word: no other member is asked, and no leader."""
+        """The member's state by its own word: it asks no other member, nor a leader."""
         alone = tuple(each for each in metadata if each not in HAS_LEADER)
         reply = self._upkeep.Status(rpc.StatusRequest(), metadata=alone, **call)
         return Status(reply.version, reply.dbSize, has_leader=bool(reply.leader))
@@ -210,7 +210,7 @@ def _get(range_: Range | Sample, *, keys_only: bool = False) -> Any:
             limit=range_.most,
             sort_order=order,
             sort_target=rpc.RangeRequest.CREATE,
-            max_create_revision=max(0, range_.before - 1),
+            max_create_revision=max(0, range_.before - 1),  # 0: all
         )
     return rpc.RequestOp(request_range=get)
 
@@ -227,7 +227,7 @@ def _raw(key: str) -> bytes:
 
 
 def _text(key: bytes) -> str:
-    """Also of a key that is no UTF-8, which none of ours is; it comes back whole."""
+    """The text of a key. Others' keys may be no UTF-8: `_raw` makes the same bytes of it again."""
     return key.decode(errors="surrogateescape")
 
 

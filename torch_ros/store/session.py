@@ -54,7 +54,7 @@ class Session:
         self.lease_id: int = lease_id
         # Until then the lease is certainly alive: etcd counts from when it got the request.
         self.deadline: float = sent_s + granted_s
-        self.answers: bool = True
+        self.answers: bool = True  # etcd has answered the last request
         self.round_trip_s: float = clock() - sent_s  # of the last request
         self._interval_s = granted_s / 3
         self._pid = os.getpid()

@@ -55,8 +55,8 @@ def _quoted(key: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    name: str
-    pieces: int
+    name: str  # of a value that is too large for one request
+    pieces: int  # how many lie under it
 
     def record(self) -> bytes:
         return f"#{self.name} {self.pieces}".encode()

@@ -55,6 +55,7 @@ class SharedLease:
         self._thread.join(CLOSE_S)
 
     def _join(self, ttl_s: int, deadline: Deadline) -> tuple[int, int]:
+        """Find or make the lease, and renew it. Its id, and the seconds that etcd granted."""
         while True:
             try:
                 joined = run(self._found_or_granted(ttl_s), self._kv, deadline)
@@ -70,19 +71,20 @@ class SharedLease:
             time.sleep(RETRY_S)
 
     def _found_or_granted(self, ttl_s: int) -> Steps[int]:
-        granted = 0
+        """The lease of the record. Where there is none, one that is granted here and recorded."""
+        granted = 0  # the lease of this client, which may come too late; 0: none
         while True:
             view = yield from look(Get(one(self.key)))
             found = view.entries.get(self.key)
             if found is not None:
-                if granted not in (0, found.lease_id):
+                if granted not in (0, found.lease_id):  # of no use
                     self._kv.revoke(granted, timeout_s=REQUEST_TIMEOUT_S)
                 return found.lease_id
             if not granted:
                 granted, _ = self._kv.grant(ttl_s, timeout_s=REQUEST_TIMEOUT_S)
             txn = Txn((view.unchanged(self.key),), (Put(self.key, b"", granted),))
             reply: Reply = yield Commit(txn)
-            if reply is not UNKNOWN and not reply.applied:
+            if reply is not UNKNOWN and not reply.applied:  # else the next look finds a record
                 # Somebody was faster, or the lease has ended meanwhile.
                 self._kv.revoke(granted, timeout_s=REQUEST_TIMEOUT_S)
                 granted = 0

@@ -35,7 +35,7 @@ BACK_OFF_S_MIN, BACK_OFF_S_MAX = 0.01, 0.1
 
 @dataclass(frozen=True, slots=True)
 class Plan(Generic[T]):
-    """One attempt, and what the call answers if it applies. Without `ops`: an answer."""
+    """One attempt to write, and what the call answers if it applies. Without `ops`: an answer."""
 
     answer: T
     guards: tuple[Guard, ...] = ()
@@ -45,9 +45,11 @@ class Plan(Generic[T]):
 
 @dataclass(slots=True)
 class _Slot:
+    """A mark, for one write at a time: threads that write at once have one each."""
+
     key: str  # the mark of one write at a time
     rev: int = 0  # of the mark, as far as is known
-    attempts: int = 0
+    attempts: int = 0  # of all its writes: each puts its number into the mark
 
 
 def ask(*ops: Op) -> Steps[Reply]:
@@ -59,6 +61,7 @@ def ask(*ops: Op) -> Steps[Reply]:
 
 
 def look(*gets: Get) -> Steps[View]:
+    """The entries of `gets` at one revision."""
     reply = yield from ask(*gets)
     entries: dict[str, Entry] = {}
     for found in reply.results:
@@ -110,14 +113,19 @@ class Writer:
         deadline: Deadline,
         first: Plan[T] | None,
     ) -> Steps[T]:
-        attempts: dict[bytes, Plan[T]] = {}
+        """Make the attempts of one write, each of which guards and renews the slot's mark.
+
+        So once the mark is another, all attempts before it fail, however late they arrive; and an
+        attempt whose reply was lost (`is_open`) has applied if the mark is its number.
+        """
+        attempts: dict[bytes, Plan[T]] = {}  # by the mark that each puts
         planned, is_open, losses = first, False, 0
         while True:
             if planned is None:
                 view = yield from look(Get(one(slot.key)), *gets)
                 mark = view.entries.get(slot.key)
                 slot.rev = mark.mod_rev if mark else 0
-                if mark is not None and mark.value in attempts:
+                if mark is not None and mark.value in attempts:  # one whose reply was lost
                     applied = attempts[mark.value]
                     break
                 planned = yield from plan(view)
@@ -134,7 +142,7 @@ class Writer:
                 break
             if reply is UNKNOWN:
                 is_open = True
-            elif planned is not first:
+            elif planned is not first:  # which only guessed: nobody was faster
                 losses += 1
                 _back_off(losses, deadline)
             planned = None
@@ -144,6 +152,7 @@ class Writer:
         return applied.answer
 
     def _marked(self, slot: _Slot, planned: Plan[T], attempts: dict[bytes, Plan[T]]) -> Txn:
+        """The transaction of an attempt, which is noted in `attempts`: it renews the mark."""
         slot.attempts += 1
         mark = str(slot.attempts).encode()
         attempts[mark] = planned

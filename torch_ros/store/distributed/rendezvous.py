@@ -49,12 +49,13 @@ def open_store(
     ttl_s = _number(url, "ttl_s", options.pop("ttl_s", str(TTL_S)), int)
     endpoint = parts._replace(path="", query=urlencode(options), fragment="").geturl()
     store = EtcdStore(endpoint, job, timeout=limit, ttl_s=ttl_s)
-    store.set_timeout(timeout)
+    store.set_timeout(timeout)  # the URL's timeout is for the opening only
     yield store, rank, world_size
     raise RuntimeError("Unable to perform re-rendezvous using etcd:// method")
 
 
 def _parsed(url: str) -> tuple[SplitResult, dict[str, str]]:
+    """The parts of a URL, and its options; one without hosts stands for that of the environment."""
     parts = urlsplit(url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     if parts.netloc or parts.path:
@@ -67,7 +68,7 @@ def _parsed(url: str) -> tuple[SplitResult, dict[str, str]]:
     return parts, dict(parse_qsl(parts.query, keep_blank_values=True)) | options
 
 
-def _place(url: str, options: dict[str, str], name: str) -> int:
+def _place(url: str, options: dict[str, str], name: str) -> int:  # rank, or world size
     text = options.pop(name, None) or os.environ.get(name.upper())
     if not text:
         raise _error(url, f"{name} is neither an argument nor {name.upper()} in the environment")

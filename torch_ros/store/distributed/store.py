@@ -151,7 +151,7 @@ class EtcdStore(Store):
                 raise
         except (StoreUnavailable, DeadlineExceeded) as error:
             raise DistNetworkError(str(error)) from error
-        self._lease_id = 0 if keep else self._lease.id
+        self._lease_id = 0 if keep else self._lease.id  # of the keys; marks have the lease anyway
         mark = functools.partial(self._keys.mark, self._client)
         self._writer = Writer(mark, self._lease.id)
         _open_stores.add(self)
@@ -319,12 +319,14 @@ class EtcdStore(Store):
     # How
 
     def _deadline(self, what: str, timeout: timedelta | float | None = None) -> Deadline:
+        """The end of a call, after `timeout` or else the store's; negative: never."""
         # The base class has a timeout, and its stub has none.
         chosen = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]
         seconds = chosen.total_seconds() if isinstance(chosen, timedelta) else float(chosen)
         return Deadline(f"{what} ({self!r})", math.inf if seconds < 0 else seconds)
 
     def _check(self) -> None:
+        """Raises: ClosedError, BackendError: No call can be made any more, nor go on."""
         if self._is_closed:
             raise ClosedError(f"{self!r} was closed")
         if os.getpid() != self._pid:
@@ -332,6 +334,7 @@ class EtcdStore(Store):
         self._lease.check()
 
     def _run(self, steps: Steps[T], deadline: Deadline, keys: Iterable[bytes]) -> T:
+        """Perform `steps`, with TCPStore's errors in place of ours; `keys` are named in these."""
         try:
             return run(steps, self._kv, deadline, check=self._check)
         except DeadlineExceeded as error:
@@ -342,6 +345,7 @@ class EtcdStore(Store):
             raise DistNetworkError(str(error)) from error
 
     def _present(self, keys: Sequence[bytes]) -> Steps[None]:
+        """Wait until each of `keys` was there once."""
         heads = [one(self._keys.value(key)) for key in keys]
         while True:
             reply = yield from ask(*map(Count, heads))
@@ -356,10 +360,11 @@ class EtcdStore(Store):
                 heads, keys = [heads[at] for at in missing], [keys[at] for at in missing]
 
     def _fetched(self, keys: Sequence[bytes], deadline: Deadline) -> Steps[list[bytes]]:
+        """The values, once all are there; read again if one is deleted or replaced meanwhile."""
         heads = [self._keys.value(key) for key in keys]
         while True:
             found = (yield from look(*(Get(one(head)) for head in heads))).entries
-            if len(found) < len({*heads}):
+            if len(found) < len({*heads}):  # a key may be given twice
                 yield from self._present(keys)
                 deadline.check("a key was always deleted before it was read")
                 continue
@@ -409,7 +414,7 @@ class EtcdStore(Store):
             yield Delete(self._keys.blob(key, blob.name))
 
     def _assign(self, pairs: Sequence[tuple[bytes, bytes]]) -> None:
-        """Set all of `pairs` in one transaction, whatever was there."""
+        """Set all of `pairs` in one transaction, and drop the blobs of the values before."""
         heads = [self._keys.value(key) for key, _ in pairs]
         stored: list[tuple[bytes, tuple[Range, ...]]] = []
 
@@ -448,7 +453,7 @@ class EtcdStore(Store):
             old = None
             if found is not None:
                 old = yield from self._value_of(name, found)
-                if old is None:
+                if old is None:  # replaced meanwhile: look again
                     return None
             new, answer = rule(old)
             if new is None:
@@ -468,6 +473,8 @@ class EtcdStore(Store):
         plan: Callable[[View], Steps[Plan[T] | None]],
         first: Plan[T] | None = None,
     ) -> T:
+        """Write at most once: `first`, or what `plan` makes of `gets`; None: look again."""
+
         def planned(view: View) -> Steps[Plan[T] | None]:
             self._lease.compare(view)
             return plan(view)

@@ -47,6 +47,7 @@ class RosRendezvousHandler(DynamicRendezvousHandler):
     endpoint: str
 
     def next_rendezvous(self) -> RendezvousInfo:
+        """Join the next round, and name its store to the workers that this agent starts."""
         joined = super().next_rendezvous()
         # The first to come names the store for all. The number of the round would not do: it
         # begins anew when all agents were gone for a while.
