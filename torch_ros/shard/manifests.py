@@ -45,8 +45,8 @@ class Manifests:
         """The manifests that the ranks of this replica show now, rank by rank.
 
         Raises:
-            SeatLost: One of them is gone.
-            SourceLost: This rank took its tensors back while the store could not be told.
+            SeatLost: The group, or this rank's seat in it, is gone. A peer without one is awaited.
+            SourceLost: A peer shows nothing; or this rank took its tensors back without etcd.
         """
         seat = self._group.seat
         shards = self._own_shards(deadline)

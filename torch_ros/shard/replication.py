@@ -370,7 +370,7 @@ class Replication:
         progress, verification, watch = self.progress, self.verification, self._watch
         assert progress is not None
         registered = progress.target
-        mark_written(registered)
+        mark_written(registered)  # for autograd; features are told that nobody may write now
         self._shard.tensors.offered()
         watch.lap("read")
         if verification.digest(registered):
@@ -382,7 +382,7 @@ class Replication:
             call.complete(end, self._terms)
 
         call.finish(registered.sharding.digest, sum_up, is_unproven=progress.is_unproven)
-        progress.prove()
+        progress.prove()  # what was unproven is told to readers only now
         watch.lap("commit")
 
     def _report(self, call: GroupCall) -> None:

@@ -38,7 +38,7 @@ class Aside:
             worker.jobs.put(job)
             result, error = worker.replies.get()
         except BaseException:
-            worker.jobs.put(None)
+            worker.jobs.put(None)  # it ends with this job, whose reply nobody takes
             raise
         self._idle.append(worker)
         if error is not None:
