@@ -120,7 +120,8 @@ def test_a_mistake_of_ours_does_not_end_the_watching(monkeypatch):
 
 
 def test_a_failure_can_always_be_told():
-    for error in (UsageError("a \ud800 name"), UsageError(float("nan")), UsageError(2**70)):
+    for what in ("a \ud800 name", float("nan"), 2**70, True):
+        error = UsageError(what)
         failure = Failure.of(error, replica="r", call=1, rank=0)
         assert isinstance(
             Failure.decode(failure.encode(), "k").error(), torch_ros.errors.TorchRosError

@@ -132,7 +132,9 @@ def _is_writable(field: object) -> bool:
 
 
 def _writable(field: Field) -> Field:
-    return field.encode(errors="backslashreplace").decode() if isinstance(field, str) else field
+    if isinstance(field, str):
+        return field.encode(errors="backslashreplace").decode()
+    return int(field) if isinstance(field, bool) else field  # strict decoding knows no `true`
 
 
 class GroupRecord(Record, frozen=True):
