@@ -174,7 +174,7 @@ class NixlTransfer:
             if call(self._handle, *arguments) != bindings.NIXL_IN_PROG:
                 self._state = "done"
         except _NIXL_ERRORS:
-            self._state = "idle"  # the transfer has terminated
+            self._state = "idle"  # it failed, and has terminated
             raise
 
     def close(self) -> None:
@@ -222,7 +222,7 @@ class _Link:
         self.peers: set[NixlPeer] = set()
         self.reads: set[NixlTransfer] = set()
         self.covers: list[Cover] = []  # attached; the newest first
-        self.pings, self.ping_s = 0, math.inf  # the shortest of so many
+        self.pings, self.ping_s = 0, math.inf  # how many were answered; the shortest time
         self.where = b""  # its address, among what NIXL was told of it first
         self.failure = ""
 
@@ -278,7 +278,7 @@ class _Link:
         target_device: int,
         targets: AbstractSet[NixlRegistration],
     ) -> NixlTransfer:
-        """Make a read; NIXL takes the key of a cover for a device's number."""
+        """Make a read of pieces: NIXL wants address, bytes and device number, which is the key."""
         sources, landing = (
             bindings.nixlXferDList(_kind(device), np.ascontiguousarray(pieces[:, columns]))
             for device, columns in ((source_device, [0, 2, 3]), (target_device, [1, 2, 4]))
@@ -295,7 +295,7 @@ class _Link:
             if not flying:
                 return
             asked_s = time.monotonic() - max(read.posted_s for read in flying)
-            count = sockets.silence(self.transport.epolls, asked_s, self.where)
+            count = sockets.silence(self.transport.epolls, asked_s, self.where)  # how many ended
         logger.warning(
             "agent %r does not answer: ending %d connections on which nothing came for %.1f s",
             *(self.agent, count, asked_s),
@@ -323,6 +323,7 @@ class NixlPeer:
         link.peers.add(self)
 
     def attach(self, descriptor: bytes) -> None:
+        """Tell NIXL of the covers in a descriptor that it does not know yet."""
         self._refuse_closed()
         if not descriptor:
             return
@@ -330,7 +331,7 @@ class NixlPeer:
         if agent.decode() != self.agent:
             raise TransferFailed(self.agent, "the descriptor is not of this agent")
         link = self._link
-        link.ping()  # NIXL must not be told more of an agent that is gone
+        link.ping()  # NIXL must not be told of an agent that is gone
         for head, bounds, blob in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
             key, device = np.frombuffer(head, np.int64).tolist()
             cover = Cover(key, device, *np.frombuffer(bounds, np.uint64).reshape(2, -1))
@@ -342,6 +343,7 @@ class NixlPeer:
     def prepare(
         self, spans: Spans, *, source_device: int = HOST, target_device: int = HOST
     ) -> NixlTransfer:
+        """Cut the spans where covers end, and note in whose registrations the pieces land."""
         self._refuse_closed()
         link = self._link
         with link.transport.lock:
@@ -456,6 +458,7 @@ class NixlTransport:
         )
 
     def _begin_ucx(self, interfaces: Sequence[str]) -> None:
+        """Make NIXL's backend: with all ways that UCX has, or TCP over these interfaces."""
         ucx = {"engine_config": ucx_config()}
         if interfaces:
             # Not TLS=tcp: without cuda_copy, UCX takes a GPU's memory for the host's. NIXL adds a
@@ -487,6 +490,7 @@ class NixlTransport:
         raise Unproven("NIXL does not say in which process an agent is")
 
     def connect(self, connection: bytes) -> NixlPeer:
+        """Return a peer once it has answered; all peers of one agent share a link."""
         self.refuse_closed()
         name, ping, blob = _unpack("?", _CONNECTION, connection)
         agent = name.decode()

@@ -27,6 +27,7 @@ _ESTABLISHED = 1
 
 
 def epolls() -> set[int]:
+    """Return the epolls that this process has open."""
     found = set()
     for each in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -130,7 +131,7 @@ class _Drain:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: OrderedDict[socket.socket, float | None] = OrderedDict()  # when some came
+        self._kept: OrderedDict[socket.socket, float | None] = OrderedDict()  # when bytes came last
         self._is_running = False
 
     def keep(self, connection: socket.socket) -> None:
@@ -138,7 +139,7 @@ class _Drain:
             if len(self._kept) >= _KEPT_MAX:
                 self._kept.popitem(last=False)[0].close()
             self._kept[connection] = None
-            if not self._is_running:
+            if not self._is_running:  # the thread ends when none is left
                 self._is_running = True
                 threading.Thread(target=self._run, name="torch_ros drain", daemon=True).start()
 

@@ -90,7 +90,7 @@ class Mailbox:
         self._memory = self._lasting.bytes
         self._word = self._memory[:WORD_BYTES].view(np.uint64)  # aligned: read whole
         self._rate = self._memory[-RATE_BYTES:].view(np.uint64)  # aligned too
-        self._own = transport.register([region_of(self._memory)])
+        self._own = transport.register([region_of(self._memory)])  # until `close`
         where = self._own.descriptor, self._memory.ctypes.data
         self.card: bytes = msgspec.msgpack.encode(
             Card(transport.agent, transport.connection, *where)

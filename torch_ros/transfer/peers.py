@@ -266,7 +266,7 @@ class Peers:
     def _connected(self, where: Card) -> Peer:
         if where.agent not in self._peers:
             if len(self._peers) >= PEERS_MAX:
-                self.forget(next(iter(self._peers)))
+                self.forget(next(iter(self._peers)))  # the one used longest ago
             self._peers[where.agent] = self._transport.connect(where.connection)
         self._peers.move_to_end(where.agent)
         return self._peers[where.agent]
@@ -312,7 +312,7 @@ class Peers:
                 return None
             with _believing(peer.agent, "its manifest"):
                 decoded = Manifest.decode(content)
-            if len(known) == MANIFESTS_KEPT:
+            if len(known) == MANIFESTS_KEPT:  # as many as the peer itself keeps
                 del known[next(iter(known))]
             known[notice.digest] = decoded
         return known[notice.digest]

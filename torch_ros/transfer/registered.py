@@ -233,7 +233,7 @@ def _numbers(blocks: Blocks, chunks: Iterable[int]) -> Ints:
 
 
 def _regions(tensors: Iterable[torch.Tensor]) -> set[Region]:
-    """Return the regions of these tensors, joined where tensors of one storage touch."""
+    """Return the regions of these tensors, joined where they touch within a storage."""
     spans: defaultdict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
     for tensor in tensors:
         spans[tensor.get_device(), tensor.untyped_storage().data_ptr()].add(span_of(tensor))

@@ -64,7 +64,7 @@ class CopyThreads:
 
     def begin(self, copying: SharedCopy) -> None:
         """Have the threads do its parts, once those of all that began before it are taken."""
-        if len(copying.tasks) > 1:
+        if len(copying.tasks) > 1:  # a single part is left to whoever waits
             with contextlib.suppress(RuntimeError):  # no thread to be had: who waits copies
                 for _ in range(self.count):
                     self._pool.submit(copying.run)

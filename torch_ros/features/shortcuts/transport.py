@@ -112,7 +112,7 @@ class ShortcutTransfer:
             *(partial(copy, share) for share in threads.shares(self.copies)),
             *(partial(cma.read, pid, share) for share in threads.shares(self.reads)),
         ]
-        self._lock = threading.Lock()  # held while this is posted
+        self._lock = threading.Lock()  # held while this is posted, or its copies are ended
         self._copying = SharedCopy()
         self.peer.transport.reads.add(self)
 
