@@ -22,6 +22,10 @@ from torch_ros.dcp.objects import Refused, Spent, unpickled
 from torch_ros.errors import UntrustedObject, reason
 
 
+class Label(str):
+    __slots__ = ()
+
+
 class Colour(enum.Enum):
     RED = 1
 
@@ -213,6 +217,21 @@ def test_what_is_copied_again_and_again_counts_each_time(kind, monkeypatch):
     function, arguments = AGAIN[kind]
     stream = b"](%sq\x01%sq\x02R%se" % (function, arguments, b"h\x01h\x02R" * 400)
     with pytest.raises(Refused, match="it is called with"):
+        unpickled(zipped(b"\x80\x02" + stream + b"."), Spent())
+
+
+def test_objects_that_copy_one_text_again_and_again_count_each_time(monkeypatch):
+    monkeypatch.setattr(objects, "BYTES_MAX", 10 << 20)
+    named = f"c{__name__}\nLabel\n".encode()
+    stream = b"](%sq\x01%s\x85q\x02\x81%se" % (
+        named,
+        text("a" * (1 << 16)),
+        b"h\x01h\x02\x81" * 400,
+    )
+    with (
+        torch.serialization.safe_globals([Label]),
+        pytest.raises(Refused, match="it is called with"),
+    ):
         unpickled(zipped(b"\x80\x02" + stream + b"."), Spent())
 
 

@@ -188,6 +188,7 @@ class _Unpickler:
             case "NEWOBJ":
                 cls, arguments = self._popped(2)
                 self._require_users(cls)
+                self._spent.add_copy(arguments)  # a subclass of `str` copies its argument, too
                 self._stack.append(cls.__new__(cls, *arguments))
             case "BUILD":
                 [state] = self._popped(1)

@@ -12,8 +12,8 @@ import torch
 from features.retention.kept import copies_of
 from kit import at_once, inside, until
 
-import torch_ros
 from torch_ros.errors import ClosedError, UsageError
+from torch_ros.features.handover import flow
 from torch_ros.memory import store as memory
 from torch_ros.shard import core
 
@@ -93,7 +93,7 @@ def test_the_last_version_stays_until_a_rollout_has_it(opened, is_copy):
 
 
 def test_who_is_waited_for_is_said(opened, caplog, monkeypatch):
-    monkeypatch.setattr(torch_ros.features.handover.flow, "QUIET_S", 0.1)
+    monkeypatch.setattr(flow, "QUIET_S", 0.1)
     caplog.set_level(logging.INFO, "torch_ros")
     trainer, rollout = opened("trainer", 1.0), opened("rollout", retain=("latest",))
     two_versions(trainer, rollout)
@@ -197,7 +197,7 @@ def test_an_interrupt_ends_the_wait(opened, monkeypatch):
     trainer, rollout = opened("trainer", 1.0), opened("rollout", retain=("latest",))
     trainer.publish(1)
 
-    run, steps = torch_ros.features.handover.flow.run, []
+    run, steps = flow.run, []
 
     def interrupted(*args, **options):
         steps.append(1)
@@ -205,7 +205,7 @@ def test_an_interrupt_ends_the_wait(opened, monkeypatch):
             raise KeyboardInterrupt
         return run(*args, **options)
 
-    monkeypatch.setattr(torch_ros.features.handover.flow, "run", interrupted)
+    monkeypatch.setattr(flow, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         trainer.close()
     monkeypatch.undo()

@@ -54,6 +54,29 @@ def test_dtypes_that_torch_cannot_copy_are_put_aside_for_who_retains_them(opened
 
 
 @only_memory
+def test_a_copy_without_a_thread_is_offered_by_the_next_call_and_a_close_waits_for_none(
+    opened, monkeypatch
+):
+    trainer = holding(opened("trainer", retain=("latest",)), torch.ones(9))
+    trainer.publish(1)
+
+    def start(_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as without:
+        without.setattr(host_copies.threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="thread"):
+            trainer.unpublish()
+    copies = copies_of(trainer)
+    assert len(copies) == 1
+    assert not copies._threads
+    copies.keep()
+    assert holding(opened("rollout"), torch.zeros(9)).replicate() == 1
+    until(lambda: not copies)
+    trainer.close()
+
+
+@only_memory
 def test_a_copy_for_which_there_is_no_memory_is_not_made_and_the_trainer_steps_on(
     opened, monkeypatch, caplog
 ):

@@ -152,7 +152,11 @@ class Copies:
                 args = (number, self._group.seat)
                 thread = threading.Thread(target=self._keep, args=args, name=name, daemon=True)
                 self._threads[number] = thread
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError:  # no thread to be had: the next call tries again
+                    del self._threads[number]
+                    raise
 
     def close(self) -> None:
         """Let go of all of them, once the group is closed and before the transport is.
