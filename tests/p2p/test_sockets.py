@@ -2,6 +2,7 @@
 
 import select
 import socket
+import struct
 import time
 from collections.abc import Iterator
 
@@ -101,3 +102,13 @@ def test_without_its_port_all_that_were_asked_and_said_nothing_are_cut(epoll, pe
     assert sockets.silence([epoll.fileno()], QUIET_MS / 1000, b"an address in another form") == 1
     assert peer.is_ended()
     assert not other.is_ended()
+
+
+def test_a_connection_that_was_reset_hinders_no_other(epoll, peer, other):
+    peer.ask()
+    peer.rest()
+    other.source.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    other.source.close()
+    assert epoll.poll(10)  # the reset has come
+    assert sockets.silence([epoll.fileno()], QUIET_MS / 1000, where(peer)) == 1
+    assert peer.is_ended()

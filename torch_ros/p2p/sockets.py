@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 _KEPT_MAX = 64  # connections kept open; the oldest is closed first
 _QUIET_S = 10.0  # after the last byte that came, the source has sent it all, and one is closed
@@ -60,15 +61,16 @@ def silence(epolls: Iterable[int], asked_s: float, where: bytes) -> int:
     found = [_opened(fd, inode) for epoll in epolls for fd, inode in _watched(epoll)]
     opened = [connection for connection in found if connection is not None]
     own = {connection.getsockname() for connection in opened}
-    # A connection whose other end is watched here too leads to no peer.
-    others = [connection for connection in opened if connection.getpeername() not in own]
-    there = [each for each in others if each.getpeername()[1].to_bytes(2, "big") in where]
+    # One whose other end is watched here too leads to no peer, nor does one that was reset.
+    others = {each: peer for each in opened if (peer := _peer(each)) and peer not in own}
+    there = [each for each, peer in others.items() if peer[1].to_bytes(2, "big") in where]
     ended = [each for each in there if _is_silent(each, asked_s / 2)] or [
         each for each in others if _is_silent(each, asked_s, needs_question=True)
     ]
     for connection in opened:
         if connection in ended:
-            connection.shutdown(socket.SHUT_RD)
+            with contextlib.suppress(OSError):  # it was reset meanwhile
+                connection.shutdown(socket.SHUT_RD)
             _drain.keep(connection)
         else:
             connection.close()
@@ -103,6 +105,14 @@ def _opened(fd: int, inode: int) -> socket.socket | None:
         return found
     found.close()
     return None
+
+
+def _peer(connection: socket.socket) -> tuple[Any, ...] | None:
+    """The address of the other end; None: there is none, or none any more."""
+    try:
+        return cast("tuple[Any, ...]", connection.getpeername())
+    except OSError:
+        return None
 
 
 def _info(connection: socket.socket) -> tuple[int, ...]:
@@ -140,8 +150,9 @@ class _Drain:
                 self._kept.popitem(last=False)[0].close()
             self._kept[connection] = None
             if not self._is_running:  # the thread ends when none is left
-                self._is_running = True
-                threading.Thread(target=self._run, name="torch_ros drain", daemon=True).start()
+                with contextlib.suppress(RuntimeError):  # no thread to be had: the next one tries
+                    threading.Thread(target=self._run, name="torch_ros drain", daemon=True).start()
+                    self._is_running = True
 
     def _run(self) -> None:
         while True:
