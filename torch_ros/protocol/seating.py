@@ -92,7 +92,7 @@ class Seating:
                 taking.end(error)
                 if error is not taking.lost and not isinstance(error, Contention):
                     raise
-                reason = taking.lost.reason if taking.lost else "its lease ended"
+                reason = taking.lost.reason if taking.lost else "others won all races for a seat"
                 deadline.check(f"replica {applicant.replica!r} starts over: {reason}")
                 # Peers with that nonce may have seen all ranks in their seats, and gone on.
                 left_behind = applicant.shared_nonce

@@ -2,11 +2,12 @@
 
 import logging
 import threading
+from functools import partial
 
 import pytest
 import torch
 from features.retention.kept import copies_of
-from kit import until
+from kit import at_once, until
 
 from torch_ros.features.retention import host_copies
 from torch_ros.features.retention.host_copies import HostCopy
@@ -90,6 +91,27 @@ def test_a_copy_for_which_there_is_no_memory_is_not_made_and_the_trainer_steps_o
     trainer.publish(2)
     trainer.unpublish()
     assert [*trainer.list()] == [2]
+
+
+@only_memory
+def test_each_rank_without_memory_for_a_needed_copy_says_what_may_be_lost(
+    opened, monkeypatch, caplog
+):
+    both_look = threading.Barrier(2)
+
+    def available():
+        both_look.wait(20)
+        return 0.0
+
+    join = lambda rank: opened("t", rank=rank, world_size=2, retain=("latest",))
+    ranks = at_once(*(partial(join, rank) for rank in range(2)))
+    for rank in ranks:
+        holding(rank, torch.ones(9))
+    at_once(*(partial(rank.publish, 1) for rank in ranks))
+    monkeypatch.setattr(host_copies, "available_bytes", available)
+    at_once(*(rank.unpublish for rank in ranks))
+    assert caplog.text.count("may be lost, it cannot be copied") == 2
+    assert "waiting for readers" not in caplog.text
 
 
 @pytest.fixture

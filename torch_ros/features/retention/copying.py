@@ -108,19 +108,17 @@ def _copy_first(view: View, seat: Seat, call: Call, ref: VersionRef, keep: Keepi
     return msgspec.structs.replace(with_copy, is_optional=True)
 
 
-def do_without(view: View, seat: Seat, number: int) -> Step[bool]:
+def do_without(view: View, seat: Seat, number: int) -> Step[None]:
     """This rank cannot make its part of a copy, so call `number` goes on without one on all ranks.
 
-    True: It was needed: the version may be lost. False: it was not, or a peer said so before. Not
-    an error: a trainer would stop at each step, for as long as memory is short.
+    Not an error: a trainer would stop at each step, for as long as memory is short.
     """
     own_group(view, seat)
     call = find(view, seat, number)
     if call is None or call.outcome is not None or not call.copy:
-        return Done(value=False)  # a peer did without before
-    is_needed = not call.is_optional
-    without = msgspec.structs.replace(call, copy="", is_forgone=is_needed)
-    return Act(group_txn(view, seat, without), lambda _: is_needed)
+        return Done(None)  # a peer did without before
+    without = msgspec.structs.replace(call, copy="", is_forgone=not call.is_optional)
+    return Act(group_txn(view, seat, without), lambda _: None)
 
 
 def _may_lose(seat: Seat, call: Call) -> bool:

@@ -51,11 +51,11 @@ class Retention(Feature):
         try:
             shown = self._copy(decided.number, is_optional=decided.is_optional)
         except (BackendError, RuntimeError, MemoryError, OSError) as error:
-            is_lost = call.settle(seat.own, lambda view: do_without(view, seat, call.number))
+            call.settle(seat.own, lambda view: do_without(view, seat, call.number))
             text = (
-                "%s: this version may be lost, it cannot be copied: %s"
-                if is_lost
-                else "%s: waiting for readers in other datacenters: %s"
+                "%s: waiting for readers in other datacenters: %s"
+                if decided.is_optional
+                else "%s: this version may be lost, it cannot be copied: %s"
             )
             log.warning(text, call.asked, error)
         else:
