@@ -188,6 +188,11 @@ class ClaimedSources(Sources):
         self.is_displaced = False  # its source stands in for one that went away in order
         self._come = (0, 0)  # the bytes that have come, of how many, when a source was lost
 
+    @property
+    def is_leaf(self) -> bool:
+        """Whether the group passes nothing on, by the call as this rank knows it: see `Leaves`."""
+        return self.seat.leaves.is_leaf(self.seat, self.known)
+
     def attach(self, place: str) -> Source:
         """Put this rank's reader record, and learn the source, unless the claim did both."""
         call, seat = self.call, self.call.seat
@@ -233,8 +238,7 @@ class ClaimedSources(Sources):
         return sources.candidates_of(view, self.seat, ref, before, {*self.tried})
 
     def best(self, candidates: Mapping[str, Candidate], suspected: set[str]) -> str:
-        is_leaf = self.seat.leaves.is_leaf(self.seat, self.known)
-        return sources.best_of(candidates, suspected, is_leaf=is_leaf)
+        return sources.best_of(candidates, suspected, is_leaf=self.is_leaf)
 
     def ask(self, ranges: Ranges, rule: Callable[[View], Step[T]], deadline: Deadline) -> T:
         """The store's answer to a rank that has its seat; without, it must not go on reading."""

@@ -398,7 +398,8 @@ class Load(Target):
         spec, has_read = Spec.parse(request.version), False
         try:
             read = Replication(shard, spec, self, self._deadline, terms)
-            read_and_heal(shard, asked, read)
+            ref = read_and_heal(shard, asked, read)
+            shard.read_ends(ref, self._deadline)
             has_read = True
             return read.report
         finally:

@@ -113,8 +113,7 @@ def replicate(shard: Shard, spec: Spec, target: Target, deadline: Deadline) -> V
     if ref is None and read.has_begun:
         reason = "it went while it was read; the tensors' content is undefined, and nothing is held"
         raise VersionNotFound(shard.model, f"{spec}", reason)
-    if ref is None:
-        shard.read_ends(None, deadline)
+    shard.read_ends(ref, deadline)
     return ref
 
 
@@ -221,9 +220,15 @@ class Replication:
         self._target.prepare()
         self._book_lost_time()
         self.choose(call)
-        if call.decided.ref is not None:
+        if call.decided.ref is None:
+            return None
+        self._shard.tracing.link(call.decided.traceparent)
+        if call.has_ended:  # while this rank had no seat; its part was done
+            self._shard.word.serve_held()
+        else:
             self._read(call)
-        return call.decided.ref
+        self._report(call)
+        return call.ref
 
     def choose(self, call: GroupCall) -> None:
         """Decide which version, and claim sources of it, or let the supplier bring it."""
@@ -243,14 +248,7 @@ class Replication:
     def _read(self, call: GroupCall) -> None:
         """Bring what was decided, from sources or the supplier; end the call with the peers."""
         shard = self._shard
-        shard.tracing.link(call.decided.traceparent)
-        if call.has_ended:  # while this rank had no seat; its part was done
-            shard.word.serve_held()
-            self._report(call)
-            return
         self._watch.lap("decide")
-        if self.progress is not None:  # this decision, made anew, may say otherwise who relays
-            (self.progress.hush if self._is_leaf(call) else self.progress.speak)()
         if self.ref != call.ref:
             shard.word.void()  # it may show a part of another one, from before a seat was lost
             self.start(call.ref)
@@ -262,7 +260,6 @@ class Replication:
             else:
                 self._read_from_sources(call, meter)
         self._commit(call)
-        self._report(call)
 
     def _read_from_elsewhere(self, call: GroupCall, meter: Meter) -> None:
         """Have the supplier bring all of it: it does not go on where another try stopped."""
@@ -276,6 +273,8 @@ class Replication:
     def _read_from_sources(self, call: GroupCall, meter: Meter) -> None:
         """Read from the claimed sources, and from others in place of those that are lost."""
         claimed, before = ClaimedSources(call), _count_lost(call)
+        if self.progress is not None:  # this decision, made anew, may say otherwise who relays
+            (self.progress.hush if claimed.is_leaf else self.progress.speak)()
         try:
             claimed.read(call.decided.sources, partial(self._fetch, claimed, meter))
         finally:
@@ -294,14 +293,13 @@ class Replication:
 
     def _fetch(self, claimed: ClaimedSources, meter: Meter, sources: Sequence[Source]) -> None:
         """Read the blocks that are missing, objects first; called again when a source is lost."""
-        call = claimed.call
         self._book_lost_time()
         feeds = [self._feed_of(claimed, source) for source in sources]
         self._watch.lap("manifests")
         self._note_sources(sources, feeds)
         has_some = self.progress is not None and self.progress.bytes_read > 0
         self.progress = progress = self.progress or self._register(sources[0], feeds[0])
-        if self._is_leaf(call):
+        if claimed.is_leaf:
             progress.hush()
         phases = progress.target.phases
         try:
@@ -309,12 +307,12 @@ class Replication:
         except SourceLost:
             if not progress.bytes_read:  # forget the names and digests that the lost source told
                 self._shard.word.void()
-                self.start(call.ref)
+                self.start(claimed.ref)
             raise
         self._watch.lap("plan")
         is_compared = self.verification.compares
         self._read_from.note(sources, has_some=has_some, is_compared=is_compared)
-        progress.serve(call.mark)
+        progress.serve(claimed.call.mark)
         meter.expect(sum(of_phase[0].plan.bytes_read for of_phase in supplies))
         self._fill_otherwise(progress, supplies[-1])
         for of_phase, phase in zip(supplies, phases, strict=True):
@@ -340,9 +338,6 @@ class Replication:
         judge = self._judges.of(claimed, source) if self._judges else None
         check = self._shard.group.ledger.check
         return reach(self._shard.reading.peers, claimed, source, check, judge)
-
-    def _is_leaf(self, call: GroupCall) -> bool:
-        return call.seat.leaves.is_leaf(call.seat, call.decided)
 
     def _note_sources(self, sources: Sequence[Source], feeds: Sequence[Feed]) -> None:
         """Note whom is read from, for reports, and whether that should be fast."""
@@ -405,7 +400,6 @@ class Replication:
             call.turns,
         )
         self._shard.reports.add(report)
-        self._shard.read_ends(call.ref, self.deadline)
         self._target.came(self.verification)
         log.info("%s", report.line(self._shard.model))
         speed = report.bytes_read / max(watch.stages_s["read"], 1e-9)
