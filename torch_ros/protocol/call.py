@@ -216,12 +216,9 @@ class GroupCall(Attempt):
                     self._finish(call.outcome)
             case Meeting.MISSED:
                 assert call.outcome is not None
-                if call.kind != "unpublish":  # which counts as a part of this user's call
-                    self._ledger.skipped(call.number)
                 self._ledger.skip(partial(self._learn, call.outcome))
                 raise Missed(call)
             case Meeting.LATE:  # ends the peers' step for all
-                self._ledger.skipped(call.number)
                 self._abort(self.mismatch(call))
                 raise Missed(call)
             case Meeting.OTHER:
