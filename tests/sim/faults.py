@@ -261,7 +261,8 @@ def _(rule, *args, **kwargs):
     if not isinstance(step, Act):
         return step
     ops = sorted(step.txn.ops, key=lambda op: not isinstance(op, Count))
-    return Act(msgspec.structs.replace(step.txn, ops=tuple(ops)), step.then)
+    txn = msgspec.structs.replace(step.txn, ops=tuple(ops))
+    return msgspec.structs.replace(step, txn=txn)
 
 
 @instead(
@@ -276,7 +277,7 @@ def _(rule, view, seat, call, *args, **kwargs):
 def _(rule, view, seat, call, *args, **kwargs):
     step = rule(view, seat, call, *args, **kwargs)
     if isinstance(step, Act):
-        return Act(step.txn, lambda _: 99)
+        return msgspec.structs.replace(step, then=lambda _: 99)
     if step == Done(None):
         found = [
             records.Ready.decode(entry.value, key).value

@@ -350,12 +350,12 @@ class GroupCall(Attempt):
 
         Raises: TorchRosError: The outcome was an error, the same on all ranks.
         """
-        seat, call = self.seat, self.decided
-        end = replace(end, at_ms=wall_ms())
-        reads = calls.reader_records(seat, call, self.read_from) if seat.world_size == 1 else ()
+        seat, call, end = self.seat, self.decided, replace(end, at_ms=wall_ms())
         if self.may_hold is not None:  # noted before: the reply to a good end may be lost
             self.may_hold = replace(self.may_hold, layout=end.said)
-        rule = partial(calls.complete, seat=seat, call=call, end=end, terms=terms, reads=reads)
+        rule = partial(
+            calls.complete, seat=seat, call=call, end=end, terms=terms, read_from=self.read_from
+        )
         self._finish(self.settle(calls.end_ranges(seat, call), rule, ahead, self.seen))
 
     def conclude(self, ranges: Ranges, rule: Rule[Outcome]) -> None:
@@ -384,11 +384,9 @@ class GroupCall(Attempt):
 
     def _count_ready(self, answer: Ready) -> int | Outcome:
         """How many ranks are ready, with this one; or how the call has ended."""
-        seat, call = self.seat, self.decided
-        reads = calls.reader_records(seat, call, self.read_from)
-        rule = partial(calls.put_ready, seat=seat, call=call, answer=answer, reads=reads)
-        ahead = calls.after_ready(seat, call)
-        return self.settle((*seat.own, self.own_ready), rule, ahead, self.seen)
+        seat, call, read_from = self.seat, self.decided, self.read_from
+        rule = partial(calls.put_ready, seat=seat, call=call, answer=answer, read_from=read_from)
+        return self.settle((*seat.own, self.own_ready), rule, seat.own, self.seen)
 
     def _await_outcome(self, deadline: Deadline, first: View | None = None) -> Outcome:
         """Wait until the peers are ready, or one of them has given up."""

@@ -5,7 +5,7 @@ I1 to I16 are the invariants of docs/PROTOCOL.md#invariants and of the pages tha
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -325,12 +325,6 @@ def outcome_ranges(seat: Seat, call: Call) -> tuple[Range, ...]:
     return (*seat.own, one(ready), one(seat.keys.shard(seat.inst, seat.rank)))
 
 
-def after_ready(seat: Seat, call: Call) -> Ranges:
-    """All that the step after `put_ready` needs, of who is ready last and of who waits."""
-    shard = one(seat.keys.shard(seat.inst, seat.rank))
-    return (*end_ranges(seat, call), seat.keys.readies(seat.inst, call.number), shard)
-
-
 def withdraw(view: View) -> Step[None]:
     """Delete all that is in view: this rank's own records of a call that failed."""
     if not view.entries:
@@ -339,12 +333,14 @@ def withdraw(view: View) -> Step[None]:
 
 
 def put_ready(
-    view: View, seat: Seat, call: Call, answer: Ready, reads: tuple[Range, ...]
+    view: View, seat: Seat, call: Call, answer: Ready, read_from: Collection[str]
 ) -> Step[int | Outcome]:
     """This rank has done its part. Returns how many have, counted with it, or the outcome.
 
+    Reads ahead, beside `seat.own`, what the last one to be ready needs next, or those that wait.
+
     Args:
-        reads: Its reader records, which go now: every byte it read is certified.
+        read_from: The sources of its reader records, which go now: every byte it read is certified.
     """
     current = open_call(view, seat, call)
     if isinstance(current, Outcome):
@@ -352,17 +348,20 @@ def put_ready(
     key = seat.keys.ready(seat.inst, call.number, seat.rank)
     if view.get(key):  # the reply was lost, and its count: this rank may be the last, so it looks
         return Done(seat.world_size)
+    readies = seat.keys.readies(seat.inst, call.number)
     ops: tuple[Op, ...] = (
         Put(key, answer.encode(), seat.lease_id),
-        *map(Delete, reads),
-        Count(seat.keys.readies(seat.inst, call.number)),
+        *map(Delete, reader_records(seat, call, read_from)),
+        Count(readies),
     )
 
     def count(reply: Reply) -> int:
         assert isinstance(reply.results[0], int)
         return reply.results[0]
 
-    return Act(Txn((view.unchanged(seat.group),), ops), count)
+    shard = one(seat.keys.shard(seat.inst, seat.rank))
+    ahead = (*version_ranges(seat, call.ref), readies, shard)
+    return Act(Txn((view.unchanged(seat.group),), ops), count, ahead)
 
 
 def open_call(view: View, seat: Seat, call: Call) -> Call | Outcome:
@@ -440,13 +439,13 @@ def complete(
     call: Call,
     end: Outcome,
     terms: SourceTerms = SourceTerms(),
-    reads: tuple[Range, ...] = (),
+    read_from: Collection[str] = (),
 ) -> Step[Outcome]:
     """End the call, for which all ranks are ready. An agree ends with what they said.
 
     `end.said` is the layout that the ranks have every element of: if it is the version's, the group
     becomes a source, as `terms` say. "": they lack some, and never hold the version (I9). A group
-    of one has no ready record: `reads` are its reader records, which go now.
+    of one has no ready record: its reader records, on what it has `read_from`, go now.
     """
     current = open_call(view, seat, call)
     if isinstance(current, Outcome):
@@ -454,8 +453,10 @@ def complete(
     if call.kind == "agree":
         return conclude(view, seat, current, end)
     record, held = _version_and_holding(view, seat, current)
-    ref, is_read, no_reads = current.ref, call.kind == "replicate", tuple(map(Delete, reads))
+    ref, is_read = current.ref, call.kind == "replicate"
     assert ref is not None
+    reads = reader_records(seat, call, read_from) if seat.world_size == 1 else ()
+    no_reads = tuple(map(Delete, reads))
     version, holding = seat.keys.version(ref.run, ref.version), seat.holding(ref)
     guards: tuple[Guard, ...] = (view.unchanged(version), view.unchanged(holding))
     has_all = bool(end.said) and record.layout in ("", end.said)  # "": published for the first time
@@ -495,11 +496,13 @@ def _version_and_holding(view: View, seat: Seat, call: Call) -> tuple[VersionRec
 
 
 def end_ranges(seat: Seat, call: Call) -> Ranges:
-    return (*seat.own, *(version_ranges(seat, call.ref) if call.ref is not None else ()))
+    return (*seat.own, *version_ranges(seat, call.ref))
 
 
-def version_ranges(seat: Seat, ref: VersionRef) -> Ranges:
-    """The version's record, this replica's holding of it, and those who hold it."""
+def version_ranges(seat: Seat, ref: VersionRef | None) -> Ranges:
+    """The version's record, this replica's holding of it, and those who hold it; None: nothing."""
+    if ref is None:
+        return ()
     run, version = ref.run, ref.version
     own = (one(seat.keys.version(run, version)), one(seat.holding(ref)))
     return (*own, first_holders(seat.keys, run, version))
