@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 
+import pytest
 from without import FEATURES, PACKAGE, stripped, transports, undefined
 
 MARK = re.compile(r"# (?:feature (\w+)|\} (\w+))")
@@ -15,9 +16,10 @@ def marks(package):
             yield str(path.relative_to(package)), one[1] or one[2]
 
 
+@pytest.mark.timeout(400)
 def test_without_any_one_feature_the_rest_imports_publishes_replicates_and_updates():
     command = [sys.executable, PACKAGE.parent / "tests/house/without.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=380)
     assert (done.returncode, done.stdout.split("\n")[:-1]) == (
         0,
         [f"{feature}: stands" for feature in FEATURES],
