@@ -208,7 +208,7 @@ class GroupCall(Attempt):
             raise Missed(call) if met is Meeting.TO_MAKE else self.mismatch(call)
         self.become(CallEvent.COUNTED)
         self._call = call  # also if it is another one: its end is learned
-        self.brings(call.ref)
+        self.note_decided(call.ref)
         match met:
             case Meeting.SAME:
                 _require_known(self, call)
@@ -270,7 +270,7 @@ class GroupCall(Attempt):
             return  # nothing to claim, a peer has claimed, or it is brought from elsewhere
         claimed = self._claim(sources_max, avoided)
         self._call, self.attached = claimed.call, dict(claimed.attached)
-        self.brings(claimed.call.ref)  # none, if it ended before anything was decided
+        self.note_decided(claimed.call.ref)  # None: the version went, and the call has ended
         if self._call.outcome is not None:
             self._finish(self._call.outcome)
 
@@ -366,6 +366,7 @@ class GroupCall(Attempt):
         """The answers of all ranks, if this one is ready last; else how the call has ended."""
         seat, call, value = self.seat, self.decided, answer.value
         if call.ref is not None and call.kind != "agree":  # an agree changes nothing that is held
+            # With the layout of the last good call, if this rank said the same in it; else "".
             self.may_end_well(call, value, self._ledger.end_of(value).said)
         if seat.world_size == 1:
             return Said({seat.rank: value}, answer.is_unproven)
@@ -378,7 +379,7 @@ class GroupCall(Attempt):
             rule = partial(calls.readies, seat=seat, call=call)
             readies = seat.keys.readies(seat.inst, call.number)
             said = self.settle((*seat.own, readies), rule, first=self.seen)
-            if said is not None:
+            if said is not None:  # None: one is not ready; `count` was a guess after a lost reply
                 return said
         return self._await_outcome(self.deadline, self.seen)
 
@@ -487,10 +488,11 @@ class GroupCall(Attempt):
             self._call = replace(self.own_call, ref=ref, published_ms=self.at_ms)
         self.become(CallEvent.SHOWN)
         self.value, self.may_hold = value, Kept.of(self._call, end.said)
-        # Its next seat brings this along; if those of all ranks do, it ends so. No rank decides it.
+        # Its next seat brings this along. If those of all ranks do, the call ends so, decided by no
+        # rank (`by`). If not, `end` makes `_ends_by` its end, before this rank's next call.
         outcome = replace(end, is_source=True, at_ms=wall_ms())
         self.ready = replace(self._call, by=0, outcome=outcome, sources=[])
-        self._ends_by = self.abandoned  # where those of all do not: see `end`
+        self._ends_by = self.abandoned
 
     def end(self, seat: Seat, session: Session, deadline: Deadline) -> Outcome:
         """How this call, given up or not waited for, has ended; if it had not, by `_ends_by`. Asked
@@ -505,7 +507,9 @@ class GroupCall(Attempt):
         return self._end(self.failure_of(error), Deadline(f"giving up {self.asked}", CLEAN_UP_S))
 
     def _end(self, failure: Failure, deadline: Deadline) -> Outcome:
-        """As `_abort`. Raises nothing of the outcome itself."""
+        """End the call for all ranks with `failure`, unless it has ended. Learn and return its end,
+        and do not raise the failure in that.
+        """
         made = replace(self.own_call, at_ms=wall_ms())
         rule = partial(calls.abort, seat=self.seat, made=made, failure=failure)
         steps = settle(self.asked, self.seat.own, rule)

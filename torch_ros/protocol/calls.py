@@ -109,14 +109,14 @@ def find_or_decide(
     try:
         step = effects(view, seat, call)
     except TorchRosError as error:
-        if view is seen:
+        if view is seen:  # an old view: read anew
             raise Unseen from None
         failure = Failure.of(error, replica=seat.replica, call=call.number, rank=seat.rank)
         return recorded(view, seat, msgspec.structs.replace(call, outcome=Outcome(failure)))
-    return hearing(step, seat)
+    return watching_group(step, seat)
 
 
-def hearing(step: Step[T], seat: Seat) -> Step[T]:
+def watching_group(step: Step[T], seat: Seat) -> Step[T]:
     """`step`; if it waits, also for what peers decide, and for the group's end."""
     if isinstance(step, WaitAtMost):
         return msgspec.structs.replace(step, wait=_with_own(step.wait, seat))

@@ -163,13 +163,13 @@ class Group(Seating):
 
     def catch_up(self, deadline: Deadline, patience: Patience | None = None) -> None:
         """Learn, or make, the end of a call that etcd's absence left open, before any other call.
-        Otherwise that one would be made from what this rank only believes to hold.
+        Otherwise the next call would be made from what this rank only believes to hold.
         """
         if (call := self.ledger.unfinished) is not None and call.has_ended:
             self.ledger.unfinished = None  # Ctrl-C came when its end had been learned
         elif call is not None:
             self.await_seat(deadline, patience)
-            seat, session, was_shown = self.seat, self.session, call.life in IS_UNWAITED
+            seat, session, is_unwaited = self.seat, self.session, call.life in IS_UNWAITED
             try:
                 call.patience = patience
                 outcome = call.end(seat, session, deadline)
@@ -177,10 +177,10 @@ class Group(Seating):
                 self.fence(lost, session)
                 raise
             self.ledger.unfinished = None
-            if was_shown and outcome.failure is not None:
+            if is_unwaited and outcome.failure is not None:  # its publish has returned before
                 reason = outcome.failure.error()
                 log.warning("%s, without etcd, came to nothing: %s", call.asked, reason)
-        clean_up(self)
+        clean_up(self)  # what failed calls could not delete: it holds sources up
 
     def have_all_begun(self, number: int, asked: Asked) -> bool:
         """Whether all ranks have begun that call of DCP, as this one has; which they learn now."""

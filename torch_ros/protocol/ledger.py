@@ -107,7 +107,7 @@ class Attempt(ABC):
     def has_ended(self) -> bool:
         return self.life is CallLife.ENDED
 
-    def brings(self, ref: VersionRef | None) -> None:
+    def note_decided(self, ref: VersionRef | None) -> None:
         """Note that the call is decided to bring `ref`. If this rank was ready for another version,
         the call has been decided anew, and so the group cannot hold that one because of it.
         """
@@ -282,8 +282,8 @@ class Ledger:
         self.changes += self.standing.state != "seated"
 
     def check_still(self, seat: Seat) -> None:
-        """Raises: SeatLost: That seat is lost: peers may not be told what this rank learns now.
-        Called under the lock.
+        """Raises: SeatLost: That seat is lost: peers may have been told already that this rank does
+        not know what it would learn now. Called under the lock.
         """
         self.check_open()
         if self.standing.state == "away":

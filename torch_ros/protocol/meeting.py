@@ -69,20 +69,25 @@ def meet(
     block: Asked | None = None,
     left_out: bool = False,
 ) -> Meeting:
-    """The meaning of `call` to a rank that finds it in the place of its own.
+    """The meaning of `call` to a rank that finds it in the place of its own; by the first of these:
 
-    By the first that is true: its own refusal is late; it has missed `call`; that has failed; it is
-    the same call; it is an unpublish; else their versions tell.
+    1. The rank refuses, and `call` is none of what it would refuse: AHEAD.
+    2. It is behind: it left `call` out, or is told again that peers waited in vain: MISSED.
+    3. `call` has failed: SAME, if this rank is to raise that failure, too; else MISSED.
+    4. Both ask the same, or `call` is a part of what the rank refuses: SAME.
+    5. `call` is an unpublish: MISSED, if it has ended; else TO_MAKE.
+    6. It has ended: OTHER. Else their versions tell (`_between_steps`).
 
     Args:
         refuses: This rank has failed, and makes `own` only so that the user's call fails on all.
         told: The last user's call whose failure this rank was told without a part in it.
         block: The call that ends the block, as of an install, that this rank is in; None: in none.
-        left_out: As `is_left_out` says: `call`, if it has ended, is one that this rank left out.
+        left_out: This rank did not make `call`, now ended, when its peers did (`is_left_out`).
     """
     has_ended, is_of_caller = call.outcome is not None, _is_of_caller(call, own)
     if refuses:
-        # The peers come to the end of a block after all that they are in; `continues`: they have.
+        # A refusal of its block's end ends whatever call of the block the peers are in. One that
+        # `continues` comes after that end has been made: the block is over.
         is_in_block = own.asked == block and not own.continues
         if not (is_of_caller or is_in_block):
             return Meeting.AHEAD  # the peers have ended what it would refuse

@@ -11,7 +11,7 @@ from typing import TypeVar
 from torch_ros.deadline import Deadline
 from torch_ros.errors import VersionNotFound
 from torch_ros.protocol.call import GroupCall, Passing, Sight
-from torch_ros.protocol.calls import hearing
+from torch_ros.protocol.calls import watching_group
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.policy import NEWEST, Next, Policy, decided_next, next_of
 from torch_ros.protocol.records import Asked, Call, Outcome, VersionRef
@@ -150,7 +150,7 @@ class Search:
 
         def rule(view: View) -> Step[Next]:
             own_group(view, group.seat)
-            return hearing(self._step(view, group.seat, Done), group.seat)
+            return watching_group(self._step(view, group.seat, Done), group.seat)
 
         def look() -> Next:  # nobody could decide otherwise: one read, nothing written
             self.looks()
