@@ -391,14 +391,17 @@ def _strided(rebuild: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     return checked
 
 
-def _sparse(layout: torch.layout, of: Sequence[Any]) -> torch.Tensor:
-    """As torch rebuilds one, and checked: indices that lie outside would be memory that does."""
-    values = of[-3 if layout == torch.sparse_coo else -2]
+def _sparse(layout: torch.layout, arguments: Sequence[Any]) -> torch.Tensor:
+    """Rebuild a sparse tensor from what torch pickles: indices, values, size, is_coalesced; or,
+    compressed, two kinds of indices, values, size. Torch checks the indices: one outside of the
+    size would reach memory that is not the tensor's.
+    """
+    values = arguments[-3 if layout == torch.sparse_coo else -2]
     alike = {"dtype": values.dtype, "device": values.device, "check_invariants": True}
     if layout == torch.sparse_coo:
-        indices, _, size, is_coalesced = of
+        indices, _, size, is_coalesced = arguments
         return _COO(indices, values, size, is_coalesced=is_coalesced, **alike)
-    compressed, plain, _, size = of
+    compressed, plain, _, size = arguments
     return _COMPRESSED(compressed, plain, values, size, layout=layout, **alike)
 
 

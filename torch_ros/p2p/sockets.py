@@ -121,15 +121,16 @@ def _info(connection: socket.socket) -> tuple[int, ...]:
 
 
 def _is_silent(connection: socket.socket, quiet_s: float, *, needs_question: bool = False) -> bool:
-    """Whether nothing came for `quiet_s`; and, if it `needs_question`, something was sent since.
-    False for a reader's connection, on which we answer.
+    """Whether nothing came for `quiet_s`; and, if it `needs_question`, something was sent after the
+    last that came: a peer that was asked nothing has nothing to say. False for a connection over
+    which a peer reads from us, so that we only answer.
     """
     try:
         info = _info(connection)
     except (OSError, struct.error):
         return False
-    sent_ms, received_ms = info[_LAST_SENT], info[_LAST_RECEIVED]
-    is_mute = received_ms >= 1000 * quiet_s and (sent_ms <= received_ms or not needs_question)
+    sent_ago_ms, came_ago_ms = info[_LAST_SENT], info[_LAST_RECEIVED]
+    is_mute = came_ago_ms >= 1000 * quiet_s and (sent_ago_ms <= came_ago_ms or not needs_question)
     is_reader = info[_SENT_BYTES] > info[_RECEIVED_BYTES] + _ANSWERS_BYTES
     return info[0] == _ESTABLISHED and is_mute and not is_reader
 

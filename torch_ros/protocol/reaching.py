@@ -92,7 +92,7 @@ class Sources:
                 view, self.seat, source, self.tried, silent_s, others
             )
             if not (is_left or sources.shows_whole(view, self.seat, self.ref)):
-                raise Unseen  # better ones may be there: far, or full behind the youngest that fill
+                raise Unseen  # a sample hides far ones, and full ones older than many that fill
             return Done(is_left)
 
         return self.glance(self.ranges, rule, unknown=False)

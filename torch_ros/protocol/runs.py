@@ -50,7 +50,9 @@ def choose_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard, 
 
 
 def _highest(view: View, keys: Keys) -> int | None:
-    """The highest version ever published, as versions, or runs since, have it; None: none."""
+    """The highest version ever published; None: none. Version records say it; where these went
+    with their runs, `ended_at` of a run that was made after them.
+    """
     found = readable(view.within(keys.versions()), k.parse_version, VersionRecord)
     numbers = [number for _, (_, number), record, _ in found if record.layout]
     runs = readable(view.within(keys.runs()), k.parse_run, RunRecord)
@@ -64,8 +66,9 @@ def _is_known(view: View, keys: Keys, run: str) -> bool:
 
 
 def _live_runs(view: View, who: Applicant) -> tuple[set[str], set[str]]:
-    """The live runs (see `_users`); of these, those in which anybody but an archiver is, and may
-    publish. It looks at samples first, and at everything only if those do not settle the choice.
+    """The live runs (see `_users`); of these, those that `run=None` may choose: not a bucket's
+    (OUTSIDE), nor one in which only archivers are. It looks at samples first, and at everything
+    only if those do not settle the choice of `who`.
     """
     keys, numbers = who.keys, run_numbers(view, who.keys)
     newest = max(numbers, key=lambda run: (numbers[run], run), default=None)
@@ -75,7 +78,7 @@ def _live_runs(view: View, who: Applicant) -> tuple[set[str], set[str]]:
         used = [(run, replica) for run, replica in _users(look, keys) if run in numbers]
         live = {run for run, _ in used}
         trained = {run for run, replica in used if replica not in archivers} - {k.OUTSIDE}
-        # Who wants a run that is seen to live, mostly the newest, need not see all.
+        # Settled if the run that `who` gets, the newest or the one that it names, is seen alive.
         if newest in trained if who.run is None else who.run in live:
             break
     return live, trained

@@ -152,10 +152,11 @@ class Seating:
     def _bear(
         self, patience: Patience, error: StoreUnavailable | AccessDenied, lasts_s: float
     ) -> None:
-        """Bear that etcd fails, for as long as this call does, which has another way; then raise.
+        """Called when etcd has failed for `lasts_s`: returns if this call's `patience` bears that.
 
-        A full etcd renews leases and refuses the rest: the seat would never be lost, and the call
-        wait to its deadline (docs/protocol/unattended.md#an-etcd-that-refuses).
+        Else raises SeatLost, though the seat may be there, so that the call takes its other way: a
+        full etcd renews leases and refuses the rest, so the seat would never be lost, and the call
+        would wait to its deadline (docs/protocol/unattended.md#an-etcd-that-refuses).
         """
         is_refused = isinstance(error, StoreAlarm | AccessDenied)
         if lasts_s >= patience.bears_s(self.applicant.ttl_s, is_refused=is_refused):
@@ -400,7 +401,8 @@ class Seating:
 
     def _leave(self) -> None:
         """Tell the peers that this replica ends: or they would take it for a crash."""
-        if self.seat.world_size == 1:
+        if self.seat.world_size == 1:  # no peers
+            # `seen/` hangs on no lease: left, it would look as if the process had lost its seat.
             if self.store_answers:  # else nothing of this is worth a wait: its lease ends by itself
                 seen = self.seat.keys.seen_of(self.seat.replica)
                 self.kv.commit(Txn(ops=(Delete(seen),)), timeout_s=LEAVE_S)
@@ -461,12 +463,13 @@ class _Taking:
             )
             self._who = who
             find = partial(membership.find_group, who=who)
+            # "": the nonce of `who` is used up, so that the next round tries another one.
             nonce = self._ask(membership.find_ranges(who), find) or self._create(who)
             self._who = dataclasses.replace(who, nonce=nonce or who.nonce)
             if nonce and (seat := self._join(who, nonce)) is not None:
                 return seat
-            # The nonce that all ranks were given is used up: peers may have gone on under it. It
-            # comes back to them from here on, by another nonce of the family.
+            # If all ranks were given a nonce, it is used up: peers may have gone on under it. This
+            # rank comes back to them from here on, by another nonce of the family.
             left_behind = left_behind or applicant.shared_nonce
 
     def end(self, error: BaseException) -> None:

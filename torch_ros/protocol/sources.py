@@ -288,7 +288,8 @@ def _first_choice(
     """The source that no other newcomer should choose now; else the best.
 
     Newcomers of a burst see the same free sources: without an order among them all would claim the
-    same one, and all but one have to choose again. A leaf, which is born `EVER`, stands in none.
+    same one, and all but one have to choose again. A leaf stands in no order: nobody reads from it,
+    so it may read from younger ones, too, and `own_birth` is `EVER`.
     """
     suspected = suspects(view, seat.keys)
     unsuspected = {i: found for i, found in candidates.items() if i not in suspected}
@@ -349,8 +350,9 @@ def _by_place(own_birth: int, candidates: Candidates) -> str:
     """
     older = [i for i, found in candidates.items() if found.born < own_birth]
     older.sort(key=lambda inst: candidates[inst].born, reverse=True)
+    # Of the next older ones no more than NEIGHBOURS are in view.
     chains = min(sum(found.is_full for found in candidates.values()), NEIGHBOURS)
-    first = max(0, chains - 1)
+    first = max(0, chains - 1)  # the h-th before this replica, counted from 0
     turns = (*older[first:], *older[:first])
     return next((inst for inst in turns if not candidates[inst].readers), "")
 
@@ -421,7 +423,8 @@ def claim(
 ) -> Step[Claimed | None]:
     """The call with the group's first sources, chosen by the rank that decided it.
 
-    None: decide again, as nobody has the version any more, or the group, a leaf, relays after all.
+    None: decide again: nobody has the version any more; or the group, which was to pass nothing on
+    (a leaf), relays after all.
 
     Args:
         avoided: Sources whose bytes were wrong a moment ago: others come first, even far ones, and
@@ -448,6 +451,7 @@ def claim(
         return Act(again, lambda _: None)
     if avoided:
         full = {i: found for i, found in candidates.items() if found.is_full}
+        # With a full one that is not avoided, those that still fill are left out.
         candidates = candidates if full.keys() <= {*avoided} else full
     eligible = eligible_of(view, seat, ref, candidates, dict.fromkeys(avoided, 1))
     insts = [] if before == EVER else _idle(view, seat, ref, eligible, sources_max)

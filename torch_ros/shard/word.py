@@ -61,7 +61,7 @@ class OwnWord:
     def skip(self, learn: Callable[[], None]) -> None:
         """Learn the end of a call that the peers made without this rank.
 
-        It may be an unpublish, after which their owner writes: so the word is cleared first.
+        That may be an unpublish, after which the tensors' owner writes: the word is cleared first.
         """
         self.void()
         try:

@@ -322,6 +322,7 @@ class ReadPass(Watcher):
         """Read the staged parts of batches of one source; count these if it serves them still.
 
         All their other bytes have landed, and a source changes its word before it writes again.
+        Raises: SourceLost: It does not serve them any more; none of these counts.
         """
         source = self._sources[batches[0].supply]
         landed = [each for batch in batches for each in batch.transfers]
@@ -329,7 +330,7 @@ class ReadPass(Watcher):
             landed += self._read_staged(batch)
         bytes_read = sum(each.size_bytes for each in landed)
         for rank in sorted({rank for batch in batches for rank in batch.needs}):
-            source.ask(rank)
+            source.ask(rank)  # reads its word again, and raises if that has another mark
         source.feed.source.check()  # raises without a seat: another process may have it by now
         blocks = np.concatenate([batch.blocks for batch in batches])
         self._progress.add(self._phase.blocks[blocks], bytes_read)

@@ -141,12 +141,12 @@ def overlapping(boxes: Sequence[tuple[Offsets, Offsets]]) -> Iterator[tuple[int,
     """Pairs of boxes, by number, that have an element of the whole tensor in common.
 
     Args:
-        boxes: Offsets and sizes; none is empty.
+        boxes: Offsets and sizes; no two are the same, and none is empty.
     """
     dims = range(len(boxes[0][0]) if boxes else 0)
     # Sorted by the dimension that tells most of them apart, for few pairs to be looked at.
     told = max(dims, key=lambda dim: len({at[dim] for at, _ in boxes}), default=None)
-    if told is None:
+    if told is None:  # no box; or a single one, without dimensions
         return
     spans = [[(at[dim], at[dim] + sizes[dim]) for dim in dims] for at, sizes in boxes]
     for one, other in _meeting([span[told] for span in spans]):

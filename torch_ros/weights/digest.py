@@ -225,7 +225,8 @@ def first_unproven(
     """The fqn of a tensor of which not all chunks are proven by these totals; None: all are.
 
     Either it has no total; or a chunk that several ranks have, of which `totals` looks at one,
-    differs among them. Arguments as those of `totals`, and what that has returned.
+    differs among them. `layouts` and `chunks` are as for `totals`, and `found` is what that has
+    returned for them: each total by its fqn.
     """
     known: dict[tuple[object, ...], int] = {}
     for layout, digests in zip(layouts, chunks, strict=True):

@@ -142,7 +142,9 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         return _digest(msgspec.msgpack.encode(self))
 
     def part(self, chosen: Sequence[int], *, is_objects: bool) -> Layout:
-        """The chunks of these numbers, and the records of all the objects, or all the tensors."""
+        """The chunks of these numbers, all of them objects or all tensors, and the records of every
+        object, or every tensor. Without paths: no plan needs them, and the digest is a plan's key.
+        """
         dtypes = [record.dtype for record in self.tensors]
         records = [n for n, dtype in enumerate(dtypes) if (dtype == OBJECT) == is_objects]
         number = {old: new for new, old in enumerate(records)}

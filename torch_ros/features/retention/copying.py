@@ -62,7 +62,7 @@ class LastCopies(Keeper):
         the copy not yet offered, returns the call (`Done`), makes its part, and comes back here.
 
         Returns: A step that comes first; or a `Keeping`: the tensors may go, under its guards. It
-        has none where the version may be lost, of a spot replica or since no copy could be made.
+        has none where nobody else has the version and it may be lost (spot, or no copy was made).
         """
         keep = keeping(view, seat.keys, ref, GivenUp(seat.inst, seat.datacenter))
         decides = call.by == seat.rank

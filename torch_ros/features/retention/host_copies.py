@@ -126,14 +126,15 @@ class Copies:
     def make(
         self, number: int, registered: LocalState, digests: Digests, *, is_optional: bool = False
     ) -> Mailbox:
-        """This rank's part of a copy of the held version, which call `number` gives up.
+        """This rank's part of a copy of the version that call `number` gives up.
 
         One that was made in an earlier try of the same call is shown again.
 
         Raises: MemoryError: Memory is short.
         """
         if number not in self._copies:
-            # An optional copy needs room for those of all ranks here; one that is needed is tried.
+            # An optional copy is made only if all ranks here have room for theirs; a needed one, if
+            # this rank has.
             ranks = ranks_here(self._group.seat.world_size) if is_optional else 1
             _require_room(registered.bytes_total * ranks)
             kept = self._group.ledger.holds

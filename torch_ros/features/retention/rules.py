@@ -64,7 +64,7 @@ def keeping(view: View, keys: Keys, ref: VersionRef, given_up: GivenUp) -> Keepi
         )
     own = [*map(Wish.parse, given_up.retain)]
     specs_here = [*retained_here(view, keys, here), *(w.spec for w in own if w.is_here)]
-    if specs_here:
+    if specs_here:  # a sample may show none of the witnesses here
         _see_all_of(view, keys.holdings_in(ref.run, ref.version, here))
     witness: tuple[Guard, ...] = tuple(map(view.unchanged, [*witnesses.values()][:1]))
     is_elsewhere = bool(witness)
@@ -72,12 +72,12 @@ def keeping(view: View, keys: Keys, ref: VersionRef, given_up: GivenUp) -> Keepi
     if not is_elsewhere:  # no witness anywhere: needed if anybody's spec names the version
         specs = [w.spec for w in own if not w.is_here] + [*retentions(view.within(keys.groups()))]
         unnamed = _guards_if_unnamed(view, keys, ref, specs)
-        if unnamed is None:
+        if unnamed is None:  # a spec names it
             return Keeping(is_needed=True, guards=())
         guards = (*guards, NoneNewer(keys.groups(), view.rev), *unnamed)
     if specs_here:  # no witness here, or this had returned above
         unnamed = _guards_if_unnamed(view, keys, ref, specs_here, here)
-        if unnamed is None:
+        if unnamed is None:  # a spec names it
             return Keeping(is_needed=True, guards=witness, is_elsewhere=is_elsewhere, only_in=here)
         guards = (*guards, *unnamed)
     return Keeping(is_needed=False, guards=guards, is_elsewhere=is_elsewhere)
