@@ -7,7 +7,8 @@ import pytest
 import torch
 from kit import inside, memory, until
 
-from torch_ros.errors import CallMismatch, DeadlineExceeded, TorchRosError, UsageError
+from torch_ros.errors import CallAborted, CallMismatch, DeadlineExceeded, TorchRosError, UsageError
+from torch_ros.protocol.call import GroupCall
 from torch_ros.store.txn import Read
 
 SOON_S, TIMEOUT_S = 5.0, 30.0
@@ -181,3 +182,47 @@ def until_called(handle):
     group = inside(handle).group
     until(lambda: group.ledger.pending and group._calling.locked())
     time.sleep(0.1)  # it may look out, and write nothing
+
+
+class Struck(BaseException):
+    """Ctrl-C, at a place of the test's choice."""
+
+
+@pytest.fixture
+def two(ranks):
+    handles = ranks("pair", 2, timeout_s=TIMEOUT_S)
+    for handle in handles:
+        handle.register({"w": torch.zeros(4)})
+    return handles
+
+
+def test_peers_are_told_of_a_rank_that_was_struck_while_it_skipped_their_call(two, monkeypatch):
+    with pytest.raises(DeadlineExceeded):
+        two[1].publish(3, timeout_s=0.3)
+    ledger = inside(two[0]).group.ledger
+    skip = ledger.skip
+
+    def struck(learn):
+        skip(learn)
+        raise Struck
+
+    with monkeypatch.context() as patch, pytest.raises(Struck):
+        patch.setattr(ledger, "skip", struck)
+        two[0].publish(9)
+    assert isinstance(attempt(lambda: two[1].publish(9)), CallAborted)
+
+
+def test_peers_are_told_of_a_rank_that_was_struck_while_it_ended_their_step(two, pool, monkeypatch):
+    late = pool.submit(two[1].publish, 8)
+    until_open(two[1])
+    abort = GroupCall._abort
+
+    def struck(self, error):
+        abort(self, error)
+        raise Struck
+
+    with monkeypatch.context() as patch, pytest.raises(Struck):
+        patch.setattr(GroupCall, "_abort", struck)
+        two[0].publish(9)
+    assert isinstance(late.exception(), TorchRosError)
+    assert isinstance(attempt(lambda: two[1].publish(9)), TorchRosError)

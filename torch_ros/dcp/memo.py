@@ -213,10 +213,13 @@ def as_bytes(stream: io.BytesIO) -> torch.Tensor:
 
 
 def _plan(tensor: LocalTensor, leaf_of: Mapping[str, int], seen: Outline) -> _TensorPlan:
-    """Where in the leaf of its name each chunk lies. Raises: KeyError: It is not on this rank."""
-    chunks, leaf = [], leaf_of[tensor.fqn]
+    """Where in the leaf of its name each chunk lies. Raises: KeyError: It is not on this rank.
+
+    A tensor without chunks needs no leaf: an empty one of the version, say, that nobody asked for.
+    """
+    chunks = []
     for chunk in tensor.chunks:
-        view = chunk.tensor
+        view, leaf = chunk.tensor, leaf_of[tensor.fqn]
         skip = (view.data_ptr() - seen.locals[leaf].data_ptr()) // view.element_size()
         shape, stride = tuple(view.shape), view.stride()
         chunks.append(_ChunkPlan(chunk.offsets, leaf, skip, shape, stride))

@@ -209,6 +209,10 @@ class GroupCall(Attempt):
         self.become(CallEvent.COUNTED)
         self._call = call  # also if it is another one: its end is learned
         self.note_decided(call.ref)
+        # An unpublish counts as a part of this user's call. Noted first: who is interrupted below
+        # refuses its own call from there on, and not the one that it skips.
+        if met is Meeting.LATE or (met is Meeting.MISSED and call.kind != "unpublish"):
+            self._ledger.skipped(self.number)
         match met:
             case Meeting.SAME:
                 _require_known(self, call)

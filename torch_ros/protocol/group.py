@@ -111,7 +111,6 @@ class Group(Seating):
                     why.call.number,
                     f"{why.call.asked}",
                 )
-                self.ledger.skipped(why.call.number)
                 self.ledger.made(call)
                 return None
         return call
