@@ -346,6 +346,13 @@ def test_what_a_version_does_not_have_is_left_as_it_is(handles):
         load(rollout, got)
 
 
+def test_an_empty_tensor_that_nobody_asked_for_does_not_keep_a_load_from_being_remembered(handles):
+    trainer, rollout = handles
+    save(trainer, 1, {"w": torch.ones(3), "empty": torch.empty(0)})
+    dcp.load({"w": torch.zeros(3)}, storage_reader=ROSReader(1, handle=rollout, partial=True))
+    assert memos(rollout)["load"] is not None
+
+
 def test_what_is_remembered_keeps_no_tensor(handles):
     trainer, _ = handles
     memory = np.ones(3)
