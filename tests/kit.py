@@ -86,3 +86,10 @@ def published(handle, version, value=None, size=4):
 def feature(handle, kind: type[T]) -> T:
     """The feature of that class that is attached to the handle's shard."""
     return next(each for each in inside(handle).features if isinstance(each, kind))
+
+
+def write_files(folder, **files):
+    """Write texts into files below `folder`; the first "_" of a name stands for a dot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("_", ".", 1)).write_text(f"{text}\n")

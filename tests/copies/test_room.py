@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit import write_files
 
 import torch_ros
 from torch_ros.copies.room import NAMES, V1, V2, available_bytes, left_in, ranks_here
@@ -51,31 +52,27 @@ def test_a_group_has_left_what_its_limit_and_its_use_leave(names, files, left):
 MOUNTED = "41 31 0:38 / /sys/fs/cgroup rw,relatime - cgroup2 cgroup2 rw,nsdelegate"
 
 
-def write(folder, **files):
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name.replace("_", ".", 1)).write_text(f"{text}\n")
-
-
 def test_the_narrowest_group_on_the_way_up_counts(tmp_path):
     assert available_bytes(tmp_path) == math.inf
-    write(tmp_path / "proc", meminfo="MemTotal: 900 kB\nMemAvailable:     100 kB\n")
+    write_files(tmp_path / "proc", meminfo="MemTotal: 900 kB\nMemAvailable:     100 kB\n")
     assert available_bytes(tmp_path) == 100 * 1024
-    write(tmp_path / "proc/self", cgroup="0::/job/step/task", mountinfo=MOUNTED)
+    write_files(tmp_path / "proc/self", cgroup="0::/job/step/task", mountinfo=MOUNTED)
     top = tmp_path / "sys/fs/cgroup"
-    write(top / "job/step/task", memory_max="max", memory_current=4000)
+    write_files(top / "job/step/task", memory_max="max", memory_current=4000)
     assert available_bytes(tmp_path) == 100 * 1024
-    write(top / "job", memory_max=20000, memory_current=5000, memory_stat="inactive_file 1000")
+    write_files(
+        top / "job", memory_max=20000, memory_current=5000, memory_stat="inactive_file 1000"
+    )
     assert available_bytes(tmp_path) == 16000
-    write(top / "job/step", memory_max=9000, memory_current=5000)
+    write_files(top / "job/step", memory_max=9000, memory_current=5000)
     assert available_bytes(tmp_path) == 4000
     (top / "job/step/memory.max").write_bytes(b"\xff\xfe")
     assert available_bytes(tmp_path) == 16000
 
 
 def test_a_container_may_have_less_than_its_host(tmp_path):
-    write(tmp_path / "proc", meminfo="MemAvailable:     100 kB\n")
-    write(tmp_path / "sys/fs/cgroup", memory_max=20000, memory_current=5000)
+    write_files(tmp_path / "proc", meminfo="MemAvailable:     100 kB\n")
+    write_files(tmp_path / "sys/fs/cgroup", memory_max=20000, memory_current=5000)
     assert available_bytes(tmp_path) == 15000
 
 

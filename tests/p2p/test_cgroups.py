@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from kit import write_files
 
 from torch_ros.p2p.cgroups import cores, folders
 
@@ -77,30 +78,24 @@ def test_the_groups_of_a_process_are_found(layout):
     assert [str(folder) for _, folder in folders("memory", cgroup, mountinfo)] == found
 
 
-def write(folder, **files):
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name.replace("_", ".", 1)).write_text(f"{text}\n")
-
-
 def test_the_narrowest_quota_of_cores_on_the_way_up_counts(tmp_path):
     assert cores(tmp_path) == math.inf
-    write(tmp_path / "proc/self", cgroup="0::/job/step", mountinfo=v2())
+    write_files(tmp_path / "proc/self", cgroup="0::/job/step", mountinfo=v2())
     top = tmp_path / "sys/fs/cgroup"
-    write(top / "job/step", cpu_max="max 100000")
+    write_files(top / "job/step", cpu_max="max 100000")
     assert cores(tmp_path) == math.inf
-    write(top / "job", cpu_max="150000 100000")
+    write_files(top / "job", cpu_max="150000 100000")
     assert cores(tmp_path) == 1.5
-    write(top / "job/step", cpu_max="50000 100000")
+    write_files(top / "job/step", cpu_max="50000 100000")
     assert cores(tmp_path) == 0.5
-    write(top / "job/step", cpu_max="many")
+    write_files(top / "job/step", cpu_max="many")
     assert cores(tmp_path) == 1.5
 
 
 @pytest.mark.parametrize(("quota", "left"), [(-1, math.inf), (250000, 2.5)])
 def test_the_first_version_of_groups_tells_it_in_two_files(tmp_path, quota, left):
     mounted = v1().replace("memory", "cpu,cpuacct")
-    write(tmp_path / "proc/self", cgroup="4:cpu,cpuacct:/job\n", mountinfo=mounted)
+    write_files(tmp_path / "proc/self", cgroup="4:cpu,cpuacct:/job\n", mountinfo=mounted)
     group = tmp_path / "sys/fs/cgroup/cpu,cpuacct/job"
-    write(group, cpu_cfs_quota_us=quota, cpu_cfs_period_us=100000)
+    write_files(group, cpu_cfs_quota_us=quota, cpu_cfs_period_us=100000)
     assert cores(tmp_path) == left

@@ -47,7 +47,7 @@ def test_each_call_leaves_a_report(opened):
 
 
 def test_a_report_and_the_log_say_why_a_call_began_again(opened, monkeypatch, caplog):
-    # Whoever watches over the replica would notice first, now and then, and take the seat again.
+    # The watching thread would notice first, now and then, and take the seat again.
     unmoved = lambda _, seat: Wait("", (one(seat.group),))
     monkeypatch.setattr(membership, "watch_over", unmoved)
     trainer = opened("trainer")

@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def _shown(names: Sequence[str]) -> tuple[Mapping[str, Any], object]:
-    """What the reader is told, and what keeps it true."""
+    """The line that the reader is told, and the things that keep it true."""
     voucher = Voucher(AGENT)
     voucher.show([b"trial"])
     shown = [importlib.import_module(name).show(AGENT) for name in names]

@@ -29,7 +29,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def host() -> str:
-    """Which host this is: where it is the same, an inode is the same file."""
+    """The boot id of this host: if it is the same, an inode is the same file."""
     return _BOOT_ID.read_text().strip()
 
 

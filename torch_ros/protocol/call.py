@@ -145,7 +145,7 @@ class GroupCall(Attempt):
 
     @property
     def own_ready(self) -> Range:
-        """Where this rank says that it is ready."""
+        """The key of this rank's ready record."""
         return one(self.seat.keys.ready(self.seat.inst, self.number, self.seat.rank))
 
     def _fresh_ref(self, version: int) -> VersionRef:
@@ -562,11 +562,11 @@ def _require_known(made: GroupCall, call: Call) -> None:
 def _looks_ahead(call: GroupCall, passing: Passing, kept: Kept | None) -> Ranges:
     """All that the call after this unpublish is decided from, if it is known which one comes."""
     seat = call.seat
-    own = (*seat.own, one(seat.keys.ready(seat.inst, call.number + 1, seat.rank)))
     if passing.replicates:
-        return (*own, *spec_ranges(seat.keys))
+        return calls.first_look(seat, call.number + 1)
     if kept is not None and kept.is_original:  # a trainer publishes next
-        return (*own, *calls.publish_ranges(seat))
+        ready = one(seat.keys.ready(seat.inst, call.number + 1, seat.rank))
+        return (*seat.own, ready, *calls.publish_ranges(seat))
     return ()
 
 

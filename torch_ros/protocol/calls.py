@@ -311,7 +311,7 @@ def own_records(seat: Seat, call: Call, sources: Iterable[str]) -> tuple[Range, 
 
 
 def reader_records(seat: Seat, call: Call, sources: Iterable[str]) -> tuple[Range, ...]:
-    """Where this rank's reader records at `sources` are; nowhere, if the call brings nothing."""
+    """The keys of this rank's reader records at `sources`; none, if the call brings nothing."""
     if (ref := call.ref) is None:
         return ()
     return tuple(

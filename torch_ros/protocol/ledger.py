@@ -368,7 +368,7 @@ class Ledger:
             return  # the user has tried again: it is one call still
         self._end_without(call)
         self.calls_made = max(self.calls_made, call.number)
-        # Where peers may know of it, the next try is another call.
+        # If peers may know of this call, the next try is another one.
         self._given_up = None if call.is_begun else (call.kind, call.asked)
         self.changes += 1
 

@@ -204,8 +204,7 @@ class ClaimedSources(Sources):
         # It tries the view that showed the claim first, as if that had been asked for `ranges`: if
         # a record that the rule needs is not in it, the rule asks for it.
         first = call.seen and msgspec.structs.replace(call.seen, asked=ranges)
-        mine = one(seat.keys.ready(seat.inst, call.number, seat.rank))
-        watched = (*calls.end_ranges(seat, call.decided), mine)
+        watched = (*calls.end_ranges(seat, call.decided), call.own_ready)
         return call.settle(ranges, rule, watched, first)
 
     def detach(self, place: str, lost: SourceLost) -> None:

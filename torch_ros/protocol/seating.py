@@ -63,7 +63,7 @@ class Seating:
     def __init__(self, kv: KV, applicant: Applicant, session: Session, seat: Seat) -> None:
         self.kv, self.applicant, self.session = kv, applicant, session
         self.ledger: Ledger = Ledger(seat)
-        # Of a seat that is lost: what is known of it, and when it is worth another line in the log.
+        # A lost seat: what is known of the outage, and when it is worth another line in the log.
         self._outage, self._reminder = Outage(applicant.ttl_s), Reminder()
         self._surprises: set[type[Exception]] = set()  # kinds of our mistakes that were logged
         self._settled = Latch()  # a new one whenever the seat is lost: back, or gone for good

@@ -205,7 +205,7 @@ def _neighbours(
     older = [inst for inst in by_age if held_here[inst] < before]
     near = {*older[-NEIGHBOURS:], *by_age[:NEIGHBOURS]}
     readers = [seat.keys.readers_of(ref.run, ref.version, inst) for inst in sorted(near)]
-    # Where nobody is younger, the newest, which `choice_ranges` has, are those before this one.
+    # If nobody is younger, the newest, which `choice_ranges` has, are those before this one.
     is_youngest = by_age[-1:] == [seat.inst]
     has_older = next_older in view.asked or (is_youngest and newest in view.asked)
     are_seen = has_older and oldest in view.asked and all(map(view.shows, readers))
@@ -321,7 +321,7 @@ def _by_count(
     reads = view.within(seat.keys.readers_for(ref.run, ref.version))
     has_source = {reader for _, (_, reader, _), _ in keyed(reads, k.parse_reader)}
     oldest = min((found.born for found in candidates.values()), default=0)
-    # Where none is full the oldest is the seed, which reads from afar, and takes none of these.
+    # If none is full, the oldest is the seed, which reads from afar, and takes none of these.
     seed_born = 0 if any(found.is_full for found in candidates.values()) else oldest
     # For near candidates only newcomers of this datacenter compete, for far ones all of them.
     are_far = any(found.distance for found in candidates.values())
@@ -350,7 +350,7 @@ def _by_place(own_birth: int, candidates: Candidates) -> str:
     """
     older = [i for i, found in candidates.items() if found.born < own_birth]
     older.sort(key=lambda inst: candidates[inst].born, reverse=True)
-    # Of the next older ones no more than NEIGHBOURS are in view.
+    # The view has no more than NEIGHBOURS of the next older ones.
     chains = min(sum(found.is_full for found in candidates.values()), NEIGHBOURS)
     first = max(0, chains - 1)  # the h-th before this replica, counted from 0
     turns = (*older[first:], *older[:first])

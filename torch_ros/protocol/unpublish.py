@@ -81,7 +81,7 @@ def _let_go(
         reason = f"{reason}, also in other datacenters: {why}"
         wait = Wait(reason, unpublish_ranges(seat, ref))
     late = Outcome(at_ms=at_ms + int(1000 * seat.drain_s))
-    # Whoever still reads then finds the word cleared, and discards what it got.
+    # A reader that still reads then finds the word cleared, and discards what it got.
     return WaitAtMost(wait, seat.drain_s, conclude(view, seat, call, late, guards, gone))
 
 

@@ -140,7 +140,7 @@ def _refuse(error: TorchRosError, call: GroupCall) -> None:
     call.decide((), fail)
     if not call.has_ended:  # the peers are in it, and are told as this rank gives it up
         raise error
-    # That part has ended well. The peers may have begun it with another argument: the next part, to
+    # The part has ended well. The peers may have begun it with another argument: the next part, to
     # be refused like it, is one of their user's call.
     call.seating.ledger.caller = call.decided.caller
 

@@ -94,7 +94,7 @@ class Preparation:
         target, feed, staged = self._target, supply.feed, supply.plan.staged
         direct, block = _by_block(supply.plan.direct, target)
         chunk_of_piece = np.array([piece.target_chunk for piece in staged], np.int64)
-        # What is read for a block; a piece counts for the first block of its chunk.
+        # The bytes that are read for a block; a piece counts for the first block of its chunk.
         bytes_of = np.zeros(target.total, np.int64)
         np.add.at(bytes_of, block, direct.size_bytes)
         np.add.at(bytes_of, target.starts[chunk_of_piece], [piece.size_bytes for piece in staged])

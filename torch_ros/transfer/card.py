@@ -48,7 +48,7 @@ class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class Notice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where the manifest of a process is, and what it must be."""
+    """The place of a process's manifest, and the digest that it must have."""
 
     address: int
     size_bytes: int

@@ -31,7 +31,7 @@ TORN_S = 1.0  # for which a mailbox may contradict itself: to rewrite it takes m
 
 
 class Arrivals:
-    """Which blocks of a target have arrived, and are what they should be. This has no readers."""
+    """The blocks of a target that have arrived, and are as they should be. This has no readers."""
 
     def __init__(self, blocks: int) -> None:
         self.done: Bools = np.zeros(blocks, np.bool_)

@@ -197,7 +197,7 @@ class Mailbox:
     def close(self) -> None:
         self.withdraw()
         self._own.close()
-        # That memory may become another mailbox's: what is still called here writes elsewhere.
+        # The old memory may become another mailbox's: what is still called here writes elsewhere.
         self._memory = np.zeros(MAILBOX_BYTES, np.uint8)
         self._word = self._memory[:WORD_BYTES].view(np.uint64)
         self._rate = self._memory[-RATE_BYTES:].view(np.uint64)

@@ -46,7 +46,7 @@ _UNUSABLE = (msgspec.MsgspecError, UsageError, ValueError, ArithmeticError, Type
 
 @dataclass(frozen=True, slots=True)
 class PeerState:
-    """What a process shows in its mailbox, at one look."""
+    """All that a process shows in its mailbox, at one look."""
 
     agent: str
     mailbox_address: int

@@ -37,7 +37,7 @@ STREAMED_MAX = 1024  # instead of 16: a stream makes a read of each buffer that 
 SLOW_BYTES_PER_S = 20e6
 STEPS_FLIGHT = FLIGHT * TRANSFER_BYTES // STEP_BYTES  # transfers in flight that are short
 
-# Of prepared batches: for each process its plan, agent, descriptor and addresses; the target's.
+# Key of prepared batches: by process its plan, agent, descriptor, addresses; and the target's.
 _Key = tuple[tuple[tuple[int, str, bytes, tuple[int, ...]], ...], tuple[int, ...]]
 
 

@@ -1,4 +1,4 @@
-"""Who may give up a retained version, as a pure rule."""
+"""The rule by which a retained version may be given up."""
 
 import pytest
 

@@ -14,14 +14,12 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from features.shortcuts.steps import copied
+from features.shortcuts.steps import copied, pair_of
 from p2p.steps import attached, prepared, region, span
 
 from torch_ros.errors import ClosedError, TransferFailed
 from torch_ros.features.shortcuts import cma
 from torch_ros.features.shortcuts import transport as shortcuts
-from torch_ros.features.shortcuts.transport import ShortcutTransport
-from torch_ros.memory.transport import MemoryTransport
 from torch_ros.p2p.voucher import Process
 from torch_ros.transfer.posting import close_all
 
@@ -118,11 +116,8 @@ def test_it_is_left_out_where_ucx_may_not_either(ucx_tls, is_allowed):
 @pytest.fixture
 def pair():
     """A source and a reader that copies with two threads."""
-    made = [ShortcutTransport(MemoryTransport(), threads=2) for _ in range(2)]
-    made[1].never = 0  # here both ends are one process
-    yield made
-    for each in made:
-        each.close()
+    with pair_of(2) as made:
+        yield made
 
 
 def wait_for(*reads):

@@ -435,7 +435,7 @@ hear()
 
 
 class Remote:
-    """What a process of `SOURCE` has, connected to a reader here."""
+    """The memory of a process of `SOURCE`, connected to a reader here."""
 
     def __init__(self, reader, process, size):
         connection, descriptor, address, word_address = process.hear()

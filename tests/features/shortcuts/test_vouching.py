@@ -10,6 +10,7 @@ import threading
 import msgspec
 import numpy as np
 import pytest
+from features.shortcuts.steps import pair_of
 
 from torch_ros.errors import TransferFailed
 from torch_ros.features.shortcuts import cma
@@ -111,7 +112,7 @@ def content_for(agent, pid, started, *descriptors):
 
 
 def fetched(reader, connection, descriptor, address):
-    """What a reader has then, and whether it copied."""
+    """The bytes that a reader has then, and whether it copied them."""
     target = np.zeros(SIZE, np.uint8)
     reader.register([Region(target.ctypes.data, SIZE)])
     peer = reader.connect(connection)
@@ -226,7 +227,7 @@ def test_what_a_process_does_not_vouch_for_is_not_copied(
         assert not is_copied
         assert not (got == 83).any()
     refused = [each for each in caplog.records if "read through NIXL" in each.message]
-    # What it does not vouch for it may just have let go of; all else is worth a warning, one.
+    # A source may just have let go of what it does not vouch for; all else is worth one warning.
     levels = [logging.INFO] * 2 if attack is other_bounds else [logging.WARNING]
     assert [each.levelno for each in refused] == levels
     assert reason in refused[0].message
@@ -276,11 +277,8 @@ def test_two_agents_of_one_process_copy_from_each_other(pair, caplog):
 @pytest.fixture
 def pair():
     """A source and a reader that copies."""
-    made = [ShortcutTransport(MemoryTransport(), threads=1) for _ in range(2)]
-    made[1].never = 0  # here both ends are one process
-    yield made
-    for each in made:
-        each.close()
+    with pair_of(1) as made:
+        yield made
 
 
 def test_memory_that_is_let_go_of_while_it_is_copied_does_not_count(pair, monkeypatch):
@@ -343,7 +341,7 @@ def test_what_a_peer_reaches_is_what_the_document_says(evil, honest, reader):
 
 
 def our_copies(evil, honest, reader):
-    """Of all that it may be asked for, a reader copies this."""
+    """The part that a reader copies, of all that it may be asked for."""
     asked = [
         (honest.connection, honest.descriptors[0], honest.weights[0]),
         (honest.connection, *other_bounds(evil, honest, reader)),

@@ -313,7 +313,7 @@ class ShortcutPeer:
         return ShortcutTransfer(self, base, copies, reads, used, digests, targets)
 
     def _readable(self, spans: Spans, among: Bools) -> tuple[Bools, set[bytes]]:
-        """Which spans of those `among` the kernel reads, and the digests of their descriptors."""
+        """Those spans `among` these that the kernel reads, and the digests of their descriptors."""
         if not (self.pid and self._covers and int(spans[among, 2].sum()) >= CMA_BYTES):
             return np.zeros_like(among), set()
         keys, offered = room(spans[:, 0], spans[:, 2], tuple(self._covers))
