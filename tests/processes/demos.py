@@ -14,6 +14,19 @@ from kit import until
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 ETCD = [sys.executable, "-m", "torch_ros.store.local"]
 
+# It is like a rollout in the middle of a read, which has given up what it had.
+HOLDS_NOTHING = """
+import sys, torch, torch_ros
+model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1))
+with torch_ros.open(sys.argv[1]) as handle:
+    handle.register(model)
+    handle.replicate("latest")
+    handle.unpublish()
+    print("holds nothing", flush=True)
+    sys.stdin.readline()
+    print("reads", next(handle.follow("latest")), flush=True)
+"""
+
 
 @contextlib.contextmanager
 def apart(directory):
@@ -44,6 +57,24 @@ def started_demo(surroundings, script, *options):
             yield demo
         finally:
             demo.kill()  # or the end of a failed test would wait for it
+
+
+@contextlib.contextmanager
+def rollout_that_holds_nothing(surroundings, model):
+    """It reads the newest version when it is told to."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS_NOTHING, model],
+        env=surroundings,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as rollout:
+        try:
+            read_until(rollout, "holds nothing")
+            yield rollout
+        finally:
+            rollout.kill()
 
 
 def running_children(surroundings, named=r"examples/\w+/"):

@@ -1,5 +1,6 @@
 """The examples of a page do what their first lines say."""
 
+import contextlib
 import json
 import os
 import re
@@ -8,7 +9,13 @@ import subprocess
 import sys
 
 import pytest
-from demos import EXAMPLES, descendants, read_until, started_demo
+from demos import (
+    EXAMPLES,
+    descendants,
+    read_until,
+    rollout_that_holds_nothing,
+    started_demo,
+)
 
 SMALL = ("follow.py", "restart.py", "push_pull.sh")
 ANSWER = re.compile(r"version (\d+): (-?[\d.]+), on the way to 8")
@@ -16,7 +23,7 @@ ANSWER = re.compile(r"version (\d+): (-?[\d.]+), on the way to 8")
 
 @pytest.mark.parametrize("name", SMALL)
 def test_they_are_short(name):
-    assert len((EXAMPLES / name).read_text().splitlines()) < 60
+    assert len((EXAMPLES / name).read_text().splitlines()) < 70
 
 
 def ended(process, number=signal.SIGINT):
@@ -25,6 +32,24 @@ def ended(process, number=signal.SIGINT):
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
     return output
+
+
+@contextlib.contextmanager
+def started_ranks(surroundings, script):
+    """Two ranks; they and torchrun are killed at the end."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with subprocess.Popen(
+        [sys.executable, *torchrun, EXAMPLES / script],
+        env=surroundings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as job:
+        try:
+            yield job
+        finally:
+            for pid in [*descendants(job.pid), job.pid]:
+                os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.timeout(180)
@@ -87,27 +112,36 @@ def test_a_trainer_that_is_killed_begins_again_from_a_rollout(surroundings, ctrl
 
 @pytest.mark.timeout(240)
 def test_a_trainer_that_saves_with_dcp_begins_again_from_a_rollout(surroundings, ctrl_c):
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *torchrun, EXAMPLES / "restart_dcp.py"]
-
-    def started():
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen(command, env=surroundings, **options)
-
     with started_demo(surroundings, "follow.py", "follow", "--model", "restart-dcp") as rollout:
-        with started() as trainer:
+        with started_ranks(surroundings, "restart_dcp.py") as trainer:
             read_until(trainer, "begins after version 0")
             read_until(rollout, "version 3:")
-            for pid in [*descendants(trainer.pid), trainer.pid]:
-                os.kill(pid, signal.SIGKILL)
-        with started() as trainer:
+        with started_ranks(surroundings, "restart_dcp.py") as trainer:
             began = int(read_until(trainer, "begins after version").split()[-1])
             assert began >= 3
             read_until(trainer, f"version {began + 1}: loss")
             read_until(rollout, f"version {began + 1}:")
-            for pid in [*descendants(trainer.pid), trainer.pid]:
-                os.kill(pid, signal.SIGKILL)
         ended(rollout)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("started", "name", "model"),
+    [(started_demo, "restart.py", "restart-me"), (started_ranks, "restart_dcp.py", "restart-dcp")],
+)
+def test_a_trainer_begins_anew_if_it_is_killed_when_only_it_has_a_version(
+    surroundings, started, name, model
+):
+    with contextlib.ExitStack() as rollouts:
+        with started(surroundings, name) as trainer:
+            read_until(trainer, "version 2: loss")
+            rollout = rollouts.enter_context(rollout_that_holds_nothing(surroundings, model))
+        with started(surroundings, name) as trainer:
+            read_until(trainer, "nobody has a version: begins anew")
+            read_until(trainer, "version 1: loss")
+            rollout.stdin.write("\n")
+            rollout.stdin.flush()
+            read_until(rollout, "reads")
 
 
 @pytest.mark.timeout(180)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from demos import descendants, read_until, running_children
+from demos import descendants, read_until, rollout_that_holds_nothing, running_children
 
 TUTORIAL = Path(__file__).parents[2] / "docs" / "TUTORIAL.md"
 PROGRAM = re.compile(r'^```python title="(\w+\.py)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
@@ -130,3 +130,17 @@ def test_a_trainer_that_is_killed_goes_on_from_a_rollout(reader):
             assert began >= last
             last = began + 2
             follow_to(rollout, last)
+
+
+@pytest.mark.timeout(240)
+def test_a_trainer_begins_anew_if_it_is_killed_when_only_it_has_a_version(reader):
+    reader.come_to(4)
+    with reader.running("until torchrun") as trainer:
+        read_until(trainer, "version 2: loss")
+        with rollout_that_holds_nothing(reader.environment, "tutorial") as rollout:
+            kill(trainer, "a rank")
+            read_until(trainer, "nobody has a version: begins anew")
+            read_until(trainer, "version 1: loss")
+            rollout.stdin.write("\n")
+            rollout.stdin.flush()
+            read_until(rollout, "reads")
