@@ -56,8 +56,10 @@ def until_open(handle):
 
     def is_open():
         view = group.kv.read(Read(group.seat.own), timeout_s=5)
-        calls = view.entries[group.seat.decisions].value
-        return b'"outcome"' not in calls[calls.rindex(b'{"number"') :]
+        if not (calls := view.entries.get(group.seat.decisions)):
+            return False
+        _, begins, last = calls.value.rpartition(b'{"number"')
+        return begins and b'"outcome"' not in last
 
     until(is_open)
 
