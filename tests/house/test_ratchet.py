@@ -5,8 +5,6 @@ reason to leave it so; the list may only shrink.
 """
 
 import ast
-import io
-import tokenize
 from pathlib import Path
 
 import pytest
@@ -21,11 +19,8 @@ OFFENDERS = {
 
 def code_lines(source, tree):
     """The numbers of the lines that hold code."""
-    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
-    lines = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in {*skipped, tokenize.ENDMARKER}:
-            lines |= set(range(token.start[0], token.end[0] + 1))
+    numbered = enumerate(source.splitlines(), 1)
+    lines = {number for number, line in numbered if line.strip() and line.lstrip()[0] != "#"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
             node
