@@ -26,6 +26,7 @@ FEATURES = sorted(path.parent.name for path in PACKAGE.glob("features/*/__init__
 NEEDS = re.compile(r"^# needs features (.*)$", re.MULTILINE)
 # Trees of the whole, documents, engines, and tests that take the cores for themselves.
 TRIED_WITH_ALL = ("house", "engines", "processes", "history", "wan", "gpu")
+SLOW = ("torch.distributed.checkpoint", "pyetcd", "textual.app", "uvicorn")  # to import
 EXTRAS = {"verl", "vllm"}  # which no environment of the tests has
 
 
@@ -145,7 +146,8 @@ def main(features: list[str]) -> int:
         failed = [feature for feature in features[1:] or FEATURES if run_tests(feature)]
         print(f"fail without: {failed or 'none'}")
         return len(failed)
-    importlib.import_module("torch.distributed.checkpoint")  # once for all children
+    for name in SLOW:
+        importlib.import_module(name)  # once for all children
     for name in [name for name in sys.modules if name.partition(".")[0] == "torch_ros"]:
         del sys.modules[name]  # torch loads what is installed as a rendezvous of its own
     sys.path[:] = [path for path in sys.path if not (Path(path or ".") / "torch_ros").exists()]
