@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import torch_ros
 from torch_ros.cli import asking, ls, main, output
 from torch_ros.fleet.fleet import Fleet, Held, Published, Replica
 from torch_ros.protocol.keys import EVERY_MODEL, Keys
-from torch_ros.protocol.records import SchemaRecord, VersionRef
+from torch_ros.protocol.records import SchemaRecord, SeenRecord, VersionRef
 from torch_ros.store.endpoint import connect
 from torch_ros.store.txn import Delete, Put, Read, Txn, one
 
@@ -88,6 +89,16 @@ def test_a_version_is_a_line_for_each_holding():
     assert ls.versions(fleet(held("trainer")), 1) == [rows[2]]
 
 
+@pytest.mark.usefixtures("fixed_clock")
+def test_a_replica_without_a_version_is_a_line():
+    there = fleet(held("trainer"), names=["r0"])
+    assert ls.without_version(there, {"r1": [0], "trainer": [1]}) == [
+        ("-", "empty", "-", "r0", "2", "default", "-", "-", ""),
+        ("-", "lost its seat", "-", "r1", "-", "-", "-", "-", ""),
+    ]
+    assert ls.behind(there) == ["r0: no version; to see why: torch-ros why policy r0"]
+
+
 def test_a_source_of_many_names_a_few():
     many = tuple(f"r{number}" for number in range(500))
     [row] = ls.versions(fleet(held("trainer", readers=many), versions=[TWO]))
@@ -108,6 +119,7 @@ FLEETS = {
         held("trainer", kind="original", readers=("r0",)),
         held("r0", state="filling", since_ms=NOW_MS - 900, is_relay=True, sources=("trainer",)),
     ),
+    "one that holds nothing": fleet(held("trainer", kind="original"), names=["r0"]),
     "a drain": fleet(held("trainer", kind="original", state="draining", readers=("r0", "r1"))),
     "a copy in host memory": fleet(held("trainer", kind="copy", since_ms=NOW_MS - 8_000_000)),
     "left behind": fleet(held("trainer", kind="lingering", since_ms=NOW_MS - 90_000_000)),
@@ -237,6 +249,24 @@ def test_it_shows_what_is_there_and_writes_nothing(opened, asked):
     assert (code, json.loads(out)["schema"], found["model"]) == (0, 1, trainer.model)
     assert {each["replica"] for each in found["held"]} == {"trainer", "rollout"}
     assert kv.read(Read((EVERY_MODEL,)), timeout_s=5).entries == before
+
+
+def test_it_shows_who_holds_nothing_and_who_has_lost_a_seat(opened, asked):
+    trainer = opened("trainer")
+    published(trainer, 7)
+    opened("r0")
+    kv, keys = inside(trainer).group.kv, Keys(trainer.model)
+    dead = SeenRecord("elsewhere", 1).encode()
+    kv.commit(Txn((), (Put(keys.seen_at("r1", 0), dead),)), timeout_s=5)
+    code, out, _ = asked("ls", trainer.model)
+    found = [re.split("  +", line)[1:4] for line in out.splitlines() if line.startswith("-")]
+    assert (code, found) == (0, [["empty", "-", "r0"], ["lost its seat", "-", "r1"]])
+    assert out.splitlines()[-2:] == [
+        f"r0: no version; to see why: torch-ros why {trainer.model} r0",
+        "r1: lost its seat: the lease of rank 0 has ended, and etcd was told of no close",
+    ]
+    assert json.loads(asked("--json", "ls", trainer.model)[1])["lost"] == {"r1": [0]}
+    assert "r0" not in asked("ls", trainer.model, "7")[1]
 
 
 def test_what_is_not_there_is_said_with_what_may_be_meant(opened, asked):

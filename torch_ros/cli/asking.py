@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from difflib import get_close_matches
@@ -15,7 +15,8 @@ from torch_ros.fleet import seen
 from torch_ros.fleet.fleet import Fleet, fleet_ranges
 from torch_ros.fleet.life import Life, State, look
 from torch_ros.printable import some
-from torch_ros.protocol.keys import EVERY_MODEL, Keys, parse_model
+from torch_ros.protocol.keys import EVERY_MODEL, Keys, parse_model, parse_seen
+from torch_ros.protocol.legible import keyed, readable
 from torch_ros.protocol.records import SeenRecord, VersionRef
 from torch_ros.protocol.versions import Spec, resolve, spec_ranges
 from torch_ros.store.endpoint import connect, located
@@ -25,6 +26,7 @@ from torch_ros.store.run import run
 from torch_ros.store.txn import Changes, Count, Follow, Get, Read, Txn, View, Watch, whole
 
 ANSWER_S = 10.0
+OPS_MAX = 32  # of a request: etcd refuses more than 128
 # States of a process that does nothing more.
 ENDS = {"stopped", "traced", "frozen", "closed", "gone", "replaced"}
 WATCH_S = 60.0  # a stream of etcd, then another
@@ -192,6 +194,24 @@ def fleet_of(kv: KV, model: str) -> Fleet:
     if found.replicas or found.versions:
         return found
     require(kv, model)
+    return found
+
+
+def lost(kv: KV, there: Fleet) -> Mapping[str, Sequence[int]]:
+    """The ranks of the replicas that have no group any more, and closed no handle, by replica.
+
+    Costs the key of each process, and the record of each that is lost.
+    """
+    keys, found = Keys(there.model), dict[str, list[int]]()
+    [every] = kv.commit(Txn(ops=(Get(keys.seen(), keys_only=True),)), timeout_s=ANSWER_S).results
+    assert not isinstance(every, int)
+    alive = {each.name for each in there.replicas.values() if each.state != "gone"}
+    names = {name for _, (name, _), _ in keyed(every.items(), parse_seen)} - alive
+    ranges = tuple(map(keys.seen_of, sorted(names))) if len(names) < OPS_MAX else (keys.seen(),)
+    view = kv.read(Read(ranges), timeout_s=ANSWER_S)
+    for _, (replica, rank), record, _ in readable(view.entries.items(), parse_seen, SeenRecord):
+        if replica in names and state_of(record) != "closed":
+            found.setdefault(replica, []).append(rank)
     return found
 
 

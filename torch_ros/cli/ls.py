@@ -1,9 +1,10 @@
 """`torch-ros ls`: who has which version. Pure: rows of text out of fleets."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from shlex import quote
 from typing import TYPE_CHECKING
 
-from torch_ros.cli import headway
+from torch_ros.cli import headway, lines
 from torch_ros.cli.headway import Headway
 from torch_ros.deadline import wall_ms
 from torch_ros.fleet.fleet import Fleet, Held
@@ -62,6 +63,22 @@ def versions(
     return rows
 
 
+def without_version(fleet: Fleet, lost: Mapping[str, Sequence[int]]) -> Rows:
+    """A line for each replica that holds nothing, or has lost its seat.
+
+    Args:
+        lost: The ranks of those whose leases have ended, as `asking.lost` tells.
+    """
+    holders = {each.replica for each in fleet.held}
+    rows: Rows = [
+        ("-", at.state, "-", at.replica, str(at.world_size), at.datacenter, at.how, "-", "")
+        for at in lines.lines(fleet)
+        if at.replica not in holders
+    ]
+    gone = sorted(lost.keys() - holders)
+    return [*rows, *(("-", "lost its seat", "-", name, *("-",) * 4, "") for name in gone)]
+
+
 def _holding(each: Held, size_text: str, made: Headway | None) -> Sequence[str]:
     full = "full" if each.is_offered else "full, not offered"
     state = full if each.state == "full" else each.state
@@ -75,8 +92,13 @@ def _holding(each: Held, size_text: str, made: Headway | None) -> Sequence[str]:
 
 
 def behind(fleet: Fleet) -> list[str]:
-    """The replicas that are not complete, or that use or hold something older, in words."""
+    """The replicas that are not complete, or that hold nothing or something older, in words."""
     found = []
+    holders = {each.replica for each in fleet.held}
+    there = fleet.replicas.values()
+    if empty := [each.name for each in there if each.name not in holders | _absent(fleet)]:
+        ask = f"torch-ros why {quote(fleet.model)} {quote(empty[0])}"
+        found.append(f"{some(empty)}: no version; to see why: {ask}")
     held = {each.replica: each.ref for each in reversed(fleet.held) if each.state != "filling"}
     for replica in fleet.replicas.values():
         ref = held.get(replica.name)
@@ -86,6 +108,10 @@ def behind(fleet: Fleet) -> list[str]:
             where = "" if ref.run == fleet.latest.run else f" of run {ref.run}"
             found.append(f"{replica.name}: holds {ref.version}{where}")
     return found
+
+
+def _absent(fleet: Fleet) -> set[str]:
+    return {each.name for each in fleet.replicas.values() if each.state in {"left", "gone"}}
 
 
 def differences(found: "Iterable[Difference]") -> Rows:

@@ -25,6 +25,7 @@ from torch_ros.cli import (
     waiting,
 )
 from torch_ros.cli.headway import Look
+from torch_ros.cli.waits import seat_lost
 from torch_ros.errors import (
     BackendError,
     TorchRosError,
@@ -285,18 +286,23 @@ def _list(kv: KV, asked: argparse.Namespace, out: TextIO, look: Look | None) -> 
     if asked.model is None:
         return _list_models(kv, out, is_json=asked.json)
     fleet = asking.fleet_of(kv, asked.model)
-    made = look(fleet) if look else {}
+    made, lost = look(fleet) if look else {}, asking.lost(kv, fleet)
     if asked.json:
         reads = {"reads": headway.listed(made)} if look else {}
-        output.say_json(out, {"models": [asdict(fleet)], **reads})
+        output.say_json(out, {"models": [asdict(fleet)], "lost": lost, **reads})
         return FINE
     rows = ls.versions(fleet, asked.number, made)
     if asked.number is not None and not rows:
         there = ", ".join(str(each.ref.version) for each in fleet.versions) or "none"
         raise UsageError(f"model {asked.model!r} has no version {asked.number}; it has {there}")
-    _table(out, ls.VERSIONS, rows, f"no version of model {asked.model!r}")
+    if asked.number is None:
+        rows += ls.without_version(fleet, lost)
+    output.say_table(out, ls.VERSIONS, rows)
+    if not fleet.versions:
+        output.say(out, f"no version of model {asked.model!r}")
     if asked.number is None:
         output.say(out, *ls.behind(fleet))
+        output.say(out, *(f"{name}: {seat_lost(ranks)}" for name, ranks in lost.items()))
     return FINE
 
 

@@ -202,7 +202,7 @@ def _of_replica(there: _Records, name: str, version: int | None) -> _Found:
     group = there.groups.get(name)
     if group is None:
         if lost := there.lost_ranks(name):
-            return _Found(_seat_lost(lost), "gone", lost)
+            return _Found(seat_lost(lost), "gone", lost)
         return _Found("has closed, or died", "gone")
     if group.left is not None:
         return _Found(f"rank {group.left} has closed its handle", "gone", [group.left])
@@ -441,7 +441,8 @@ def _publisher_lost(there: _Records, name: str, version: int | None) -> str:
     return by if there.lost_ranks(by) and by != name else ""
 
 
-def _seat_lost(ranks: Sequence[int]) -> str:
+def seat_lost(ranks: Sequence[int]) -> str:
+    """A sentence about ranks whose leases ended without a `close`."""
     return f"lost its seat: the lease of {_ranks(ranks)} has ended, and etcd was told of no close"
 
 
