@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import itertools
 import re
 import runpy
 import subprocess
@@ -177,6 +178,50 @@ def test_operations_has_each_warning_of_the_log():
         if first not in told:
             lacking.append((name, first))
     assert lacking == []
+
+
+def texts_of(node, there, module):
+    """The texts that an expression may be, with "..." for what a run alone knows."""
+    match node:
+        case ast.Constant(str(text)):
+            return [text]
+        case ast.IfExp():
+            return [*texts_of(node.body, there, module), *texts_of(node.orelse, there, module)]
+        case ast.FormattedValue():
+            return texts_of(node.value, there, module)
+        case ast.JoinedStr():
+            parts = [texts_of(part, there, module) for part in node.values]
+            return ["".join(each) for each in itertools.product(*parts)]
+        case ast.Name(name):
+            made = [each for each in ast.walk(there) if isinstance(each, ast.Assign)]
+            named = [each.value for each in made if ast.unparse(each.targets[0]) == name]
+            return [t for value in named for t in texts_of(value, there, module)] or ["..."]
+        case ast.Call(ast.Name("_ranks")):
+            return ["rank ..."]
+        case ast.Call(ast.Name("seat_lost")):
+            [told] = [e for e in module.body if getattr(e, "name", "") == "seat_lost"]
+            [end] = [each for each in ast.walk(told) if isinstance(each, ast.Return)]
+            return texts_of(end.value, told, module)
+    return ["..."]
+
+
+def test_operations_has_each_answer_of_why():
+    table = section("A rollout does not update").partition("| `why` says |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE)
+    phrases = [told for row in rows for told in re.findall("`(.+?)`", row)]
+    module = ast.parse((ROOT / "torch_ros" / "cli" / "waits.py").read_text())
+    found = [
+        text
+        for there in module.body
+        if getattr(there, "name", "") != "_from"  # which adds the source's name
+        for call in ast.walk(there)
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in {"_Found", "_from"}
+        for text in texts_of(call.args[0], there, module)
+    ]
+    found += ["waits for that itself"]
+    patterns = {each: ".*".join(map(re.escape, each.split("..."))) for each in phrases}
+    assert [t for t in found if not any(re.search(each, t) for each in patterns.values())] == []
+    assert [each for each, it in patterns.items() if not re.search(it, "\n".join(found))] == []
 
 
 def test_operations_has_each_error():
