@@ -297,8 +297,8 @@ class SourceLost(PeerError):
 
     replica: str
     what: str
-    bytes_done: int
-    bytes_total: int  # 0: it was lost before it was known how much there is to read
+    bytes_done: int = 0
+    bytes_total: int = 0  # 0: it was lost before it was known how much there is to read
 
     @property
     def progress(self) -> str:

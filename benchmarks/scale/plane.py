@@ -293,7 +293,7 @@ class Reading:
 
         for node, source in sources.items():  # a source may have changed since `state`
             if cluster.boxes[agent_of(node)].mark != source.mark:
-                return SourceLost(source.replica, "it does not serve it any more", 0, 0)
+                return SourceLost(source.replica, "it does not serve it any more")
         size = cluster.registered.bytes_total
         [node, *others] = sources
         own.transfer = transfer = Transfer(own.node, list(sources), size, begins, end)
@@ -324,7 +324,7 @@ class Reading:
             network.stop(transfer)
             own.transfer = None
         lost, why = ended[0]
-        return None if lost is None else SourceLost(sources[lost].replica, why, 0, 0)
+        return None if lost is None else SourceLost(sources[lost].replica, why)
 
     def forget(self, agent: str | None = None) -> None:
         pass

@@ -54,7 +54,7 @@ def probed(seconds_of, fails_at=None):
 
     def read(names):
         if len(reads) == fails_at:
-            raise SourceLost("r", "it left", 0, 0)
+            raise SourceLost("r", "it left")
         reads.append(names)
         return names * (1 << 20), seconds_of(names)
 

@@ -163,7 +163,7 @@ def test_a_follower_that_pauses_can_be_cancelled(opened, monkeypatch):
 
     def lost(*_):
         is_lost.set()
-        raise errors.SourceLost("trainer", "it is gone", 0, 0)
+        raise errors.SourceLost("trainer", "it is gone")
 
     monkeypatch.setattr(flow, "replicate", lost)
 

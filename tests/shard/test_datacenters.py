@@ -63,7 +63,7 @@ def test_who_fills_is_asked_before_somebody_far(opened, looks, monkeypatch):
 
     def lost(self, inst, *args):
         if replica_of(inst) == "z":
-            raise SourceLost("z", "it shows nothing", 0, 0)
+            raise SourceLost("z", "it shows nothing")
         return shards(self, inst, *args)
 
     def fetched(self, *args):

@@ -74,7 +74,7 @@ def test_missing_is_not_lost(opened, monkeypatch):
     rollout = opened("rollout", {"w": torch.zeros(8)})
 
     def lost(*_):
-        raise SourceLost("trainer", "it is gone", 0, 0)
+        raise SourceLost("trainer", "it is gone")
 
     monkeypatch.setattr("torch_ros.shard.replication.connect", lost)
     with pytest.raises(SourceLost):

@@ -154,7 +154,7 @@ def test_an_offer_in_the_place_of_one_that_is_gone_is_found():
 
 @pytest.mark.parametrize(
     ("error", "cuts"),
-    [(SourceLost("r", "it is mute", 0, 0), 1), (Dropped(), 0), (DeadlineExceeded("x", 1, "y"), 0)],
+    [(SourceLost("r", "it is mute"), 1), (Dropped(), 0), (DeadlineExceeded("x", 1, "y"), 0)],
 )
 def test_only_a_source_that_is_mute_is_cut_off_while_its_manifest_is_read(monkeypatch, error, cuts):
     """The connection below is others' too, of this process."""

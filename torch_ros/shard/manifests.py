@@ -54,8 +54,7 @@ class Manifests:
         manifests = self._shown(peers, seat.replica, deadline)
         own = self._mailbox.manifest
         if own is None:
-            reason = f"rank {seat.rank} has taken its tensors back"
-            raise SourceLost(seat.replica, reason, 0, 0)
+            raise SourceLost(seat.replica, f"rank {seat.rank} has taken its tensors back")
         manifests.insert(seat.rank, own)
         return manifests
 
@@ -103,7 +102,7 @@ class Manifests:
         for rank, layout in enumerate(layouts):
             if sharding(layout).digest != said[rank]:
                 reason = f"rank {rank} shows other tensors than it was ready with"
-                raise SourceLost(self._group.seat.replica, reason, 0, 0)
+                raise SourceLost(self._group.seat.replica, reason)
         return layouts
 
     def alone(self, registered: LocalState) -> Outcome:
@@ -133,15 +132,17 @@ class Manifests:
         A mute peer of this replica is waited for; another replica is left after a while, as lost.
         """
         manifests = []
-        can_do_without = None if source == self._group.seat.replica else lambda _: True
+        is_own = source == self._group.seat.replica
+        has_other = None if is_own else lambda _: True
         for rank, shard in enumerate(shards):
-            mute = SourceWait(source, deadline, lambda: True, can_do_without)
+            mute = SourceWait(source, deadline, is_there=lambda: True, has_other=has_other)
             still = partial(mute.look, f"rank {rank} does not answer")
             try:
-                manifests.append(self._peers.manifest(shard.card, deadline, still)[1])
+                _, manifest = self._peers.manifest(shard.card, deadline, still)
+                manifests.append(manifest)
             except TransferFailed as error:
                 self._peers.forget(error.agent)
-                raise SourceLost(source, f"rank {rank}: {error.reason}", 0, 0) from error
+                raise SourceLost(source, f"rank {rank}: {error.reason}") from error
         return manifests
 
     def shards(self, inst: str, deadline: Deadline, world_size: int = 1) -> list[ShardRecord]:
@@ -153,7 +154,7 @@ class Manifests:
         found = self._group.ask((within,), lambda v: Done(_records(v, inst, within)), deadline)
         if len(found) < world_size:
             reason = f"{len(found)} of its {world_size} processes are alive"
-            raise SourceLost(replica_of(inst), reason, 0, 0)
+            raise SourceLost(replica_of(inst), reason)
         return found
 
     def _own_shards(self, deadline: Deadline) -> list[ShardRecord]:
@@ -183,4 +184,4 @@ def _records(
     try:
         return [ShardRecord.decode(e.value, key) for key, rank, e in found if rank < world_size]
     except BackendError as error:
-        raise SourceLost(replica_of(inst), str(error), 0, 0) from error
+        raise SourceLost(replica_of(inst), str(error)) from error

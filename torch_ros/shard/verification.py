@@ -48,7 +48,7 @@ class Verification:
             if self._is_published(feed):
                 raise
             reason = f"it does not show the version: {error}"
-            raise SourceLost(feed.source.replica, reason, 0, 0) from error
+            raise SourceLost(feed.source.replica, reason) from error
 
     def _is_published(self, feed: Feed) -> bool:
         """Whether the source shows the layout of the version's record; True if that is gone."""

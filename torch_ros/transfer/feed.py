@@ -186,7 +186,7 @@ def _attend(
             state = _certified(peers, state, mark, deadline, look)
         except TransferFailed as error:
             peers.forget(error.agent)
-            raise SourceLost(replica, f"rank {rank}: {error.reason}", 0, 0) from error
+            raise SourceLost(replica, f"rank {rank}: {error.reason}") from error
         if patience is None:  # how often to look depends on where it is, known once it answers
             is_eager = not peers.is_near([state.agent])
             patience = SourceWait(replica, deadline, source.is_there, is_eager=is_eager)
@@ -194,11 +194,11 @@ def _attend(
             return state
         if state.word.mark != mark and (source.is_full or state.word.mark):
             what = f"rank {rank} does not serve it any more"
-            raise SourceLost(replica, what, 0, 0).orderly()
+            raise SourceLost(replica, what).orderly()
         if state.word.mark != mark:
             torn.reset()  # a relay that has not begun may change its mailbox
         elif torn.still_s > TORN_S:
-            raise SourceLost(replica, f"rank {rank}: {state.problem}", 0, 0)
+            raise SourceLost(replica, f"rank {rank}: {state.problem}")
         reason = f"rank {rank} of {replica!r} does not show it yet"
         torn.look(reason)
         patience.wait(reason)

@@ -63,9 +63,9 @@ class SourceWait:
         if self.still_s < self._limit_s:  # the next question comes at `limit_s`, not behind it
             self._ask_s = min(self._ask_s, self._limit_s)
         if not self._is_there():
-            raise SourceLost(self._replica, f"it is gone, and {reason}", 0, 0).orderly()
+            raise SourceLost(self._replica, f"it is gone, and {reason}").orderly()
         if self._has_other and self.still_s >= self._limit_s and self._has_other(self.still_s):
-            raise SourceLost(self._replica, f"{reason}, for {self.still_s:.1f} s", 0, 0)
+            raise SourceLost(self._replica, f"{reason}, for {self.still_s:.1f} s")
         self._looked_s = time.monotonic()  # the time of these questions is no silence
 
     def wait(self, reason: str) -> None:

@@ -245,7 +245,7 @@ def test_what_cannot_be_read_is_tried_again_some_times(opened, monkeypatch):
         nonlocal failing
         failing -= 1
         if failing >= 0:
-            raise SourceLost("trainer", "it is gone", 0, 0)
+            raise SourceLost("trainer", "it is gone")
         return replicate(*args)
 
     monkeypatch.setattr("torch_ros.features.following.flow.replicate", lost)
@@ -411,7 +411,7 @@ def test_ctrl_c_between_two_tries_ends_the_peers(opened, pool, replica, monkeypa
         pause(shard, *times)
 
     def lost(*_):
-        raise SourceLost("trainer", "it is gone", 0, 0)
+        raise SourceLost("trainer", "it is gone")
 
     monkeypatch.setattr(flow, "PAUSE_TTLS", 0.05)
     monkeypatch.setattr(flow, "_pause", interrupted)

@@ -324,7 +324,7 @@ def test_a_prefetch_that_will_look_again_ends_where_that_is_of_no_use(pair, monk
 
     def lose(*_):
         lost.set()
-        raise SourceLost("trainer", "it is gone", 0, 0)
+        raise SourceLost("trainer", "it is gone")
 
     monkeypatch.setattr(DeltaRead, "_certify", lose)
     with ThreadPoolExecutor(1) as pool:

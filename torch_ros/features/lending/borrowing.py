@@ -198,15 +198,15 @@ def _borrow_from(shard: Shard, offer: _Offer, inst: str, deadline: Deadline) -> 
                 advice = "open it with more of them"
                 raise LoanRefused(model, ref.version, replica, reason, advice) from error
             except LetGo as error:
-                raise SourceLost(replica, f"rank {rank}: {error}", 0, 0) from error
+                raise SourceLost(replica, f"rank {rank}: {error}") from error
             except NotYet as error:  # in a moment, if it lives
                 reason = f"rank {rank} has yet to learn that all have published"
-                raise SourceLost(replica, reason, 0, 0) from error
+                raise SourceLost(replica, reason) from error
             except (Unproven, NotLent, OSError) as error:
                 raise NotSupported(f"{what} (rank {rank}: {str(error) or _LIVE})", _COPY) from error
         manifests = [Manifest.decode(loan.manifest) for loan in loans]
         if logical([manifest.layout for manifest in manifests]).digest != offer.layout:
-            raise SourceLost(replica, "it lends other tensors", 0, 0)
+            raise SourceLost(replica, "it lends other tensors")
         if any(device != HOST for manifest in manifests for device in manifest.devices):
             raise NotSupported(f"{what} (it is on a GPU, and CUDA IPC is missing)", _HOST)
         borrowed = Borrowed(ref.version, replica, _tensors(manifests, loans))

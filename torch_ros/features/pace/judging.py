@@ -92,7 +92,7 @@ class Slowness:
         )
         if place := claimed.glance(ranges, rule, unknown=""):
             self._left += 1
-            left = Left(replica_of(source.inst), "it gets much more than it gives", 0, 0)
+            left = Left(replica_of(source.inst), "it gets much more than it gives")
             left.place = place
             raise left
 

@@ -234,14 +234,14 @@ class Filling:
         lane, reading = self._lane, self._lane.reading
         feed = reach(reading.peers, sources, source, self._check)
         if sources.layout and _digest_of(feed) != sources.layout:
-            raise SourceLost(self._replica, "it does not show the version", 0, 0)
+            raise SourceLost(self._replica, "it does not show the version")
         if not self.is_planned:
             lane.divide(self._named(feed), self.wanted.buffer_bytes)
             self.parts = lane.parts
         try:
             supply = reading.supply(feed, lane.target, self._group.seat.rank)
         except UsageError as error:
-            raise SourceLost(self._replica, f"it does not show it all: {error}", 0, 0) from error
+            raise SourceLost(self._replica, f"it does not show it all: {error}") from error
         if self.published.depth == "off":
             self.published = self._digests_of(feed)
         is_compared = "off" not in {self.published.depth, self._shard.settings.depth}
@@ -280,4 +280,4 @@ def _digest_of(feed: Feed) -> str:
     try:
         return logical(feed.layouts).digest
     except ManifestMismatch as error:
-        raise SourceLost(feed.source.replica, str(error), 0, 0) from error
+        raise SourceLost(feed.source.replica, str(error)) from error
