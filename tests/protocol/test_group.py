@@ -26,6 +26,7 @@ from torch_ros.errors import (
     VersionConflict,
     VersionNotFound,
 )
+from torch_ros.features.pace import rules as pace
 from torch_ros.features.retention.copying import LastCopies
 from torch_ros.fleet import seen as seen_
 from torch_ros.protocol import calls, membership, seating, versions
@@ -37,6 +38,7 @@ from torch_ros.protocol.group import Group, GroupTask
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.reaching import ClaimedSources
 from torch_ros.protocol.records import Asked, Call, Outcome, ShardRecord, VersionRef
+from torch_ros.protocol.seat import NO_LEAVES
 from torch_ros.protocol.versions import Spec, spec_ranges
 from torch_ros.store import run
 from torch_ros.store.endpoint import connect
@@ -66,6 +68,8 @@ class Store:
         spot=False,
         drain_s=60,
         knows=(),
+        datacenter="default",
+        leaves=NO_LEAVES,
     ):
         place = Applicant(
             keys=self.keys,
@@ -74,8 +78,9 @@ class Store:
             rank=rank,
             world_size=world_size,
             run=run,
-            datacenter="default",
+            datacenter=datacenter,
             spot=spot,
+            leaves=leaves,
             keeper=LastCopies(),
             shard=ShardRecord("host", rank, b"card", knows=[*knows]),
             ttl_s=ttl_s,
@@ -296,6 +301,31 @@ def test_ranks_with_different_tensors_are_summarised_by_the_last(store):
     assert replicate(rollout, layout="stage0+stage1").version == 7
 
 
+class Resting(pace.SlowOnes):
+    def begun(self, view, seat, call):
+        return pace._paced(call, "rests")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_replica_that_relays_after_all_claims_without_beginning_again(store, size):
+    ref = publish(store.join("trainer", datacenter="far"), 7)
+    rollout, turns, insts = store.replica("rollout", size, leaves=Resting()), [], set()
+
+    def body(call):
+        decide_to_read(call)
+        turns.append(call.turns)
+        insts.update(call.decided.sources)
+        assert not pace.is_aside(call.decided)
+        ClaimedSources(call).read(call.decided.sources, lambda _: None)
+        finish(call, "L")
+        return call.ref
+
+    task = GroupTask("replicate", Asked("replicate", "latest"), Deadline("replicate", 5), body)
+    assert at_once(*(partial(rank.make, task) for rank in rollout)) == [ref] * size
+    assert turns == [{}] * size
+    assert len(insts) == 1
+
+
 def test_a_part_is_read_without_becoming_a_source(store):
     trainer, rollout = store.join("trainer"), store.join("rollout")
     publish(trainer, 7)
@@ -375,7 +405,7 @@ def test_a_source_that_is_lost_before_a_byte_does_not_hide_what_had_come(store):
     lost = attempt(partial(replicate, rollout, 1, pause=lose, timeout_s=20))
     assert "700 of 1000 bytes" in str(lost)
     assert lost.args[2:] == (700, 1000), "peers are told by these"
-    assert "bytes" not in str(SourceLost("trainer", "it does not show the version", 0, 0))
+    assert "bytes" not in str(SourceLost("trainer", "it does not show the version"))
 
 
 def test_latest_minus_k_counts_what_is_available(store):
@@ -474,7 +504,7 @@ def two_last(store, late, found=None, closes=""):
     return ends, [first.ledger.held, second.ledger.held]
 
 
-@pytest.mark.parametrize("late", [DeadlineExceeded("sum", 5, "a peer"), SourceLost("r", "", 0, 0)])
+@pytest.mark.parametrize("late", [DeadlineExceeded("sum", 5, "a peer"), SourceLost("r", "")])
 def test_a_rank_that_sums_up_beside_the_last_one_has_its_end(store, late):
     ends, held = two_last(store, late)
     assert [ref.version for ref in ends] == [7, 7]
@@ -482,7 +512,7 @@ def test_a_rank_that_sums_up_beside_the_last_one_has_its_end(store, late):
 
 
 @pytest.mark.parametrize("closes", ["the anchor", "another"])
-@pytest.mark.parametrize("late", [None, SourceLost("r", "", 0, 0)])
+@pytest.mark.parametrize("late", [None, SourceLost("r", "")])
 def test_a_rank_that_sums_up_beside_the_last_one_has_its_end_though_that_closes(
     store, late, closes
 ):
@@ -527,7 +557,7 @@ def test_a_rank_that_does_not_know_of_its_ready_record_believes_only_what_was_de
 
 def test_a_rank_that_sums_up_beside_the_last_one_has_its_error(store):
     found = CorruptWeights("m", 7, "w", "trainer")
-    ends, held = two_last(store, SourceLost("r", "", 0, 0), found)
+    ends, held = two_last(store, SourceLost("r", ""), found)
     assert [str(error) for error in ends] == [str(found)] * 2
     assert not any(held)
 

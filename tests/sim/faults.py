@@ -1258,7 +1258,7 @@ def _(attach, view, seat, ref, place, reader):
     shards = dict(view.within(seat.keys.shards(source)))
     holding = records.Holding.decode(entry.value, key)
     offer = sources.Offered(key, source, holding, entry.create_rev)
-    return Done(sources.learned(offer, shards))
+    return Done(sources.source_from(offer, shards))
 
 
 @instead("stream: its record stays", "LeasedSources.end", scenario="dropped stream")

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import repeat
 
 from torch_ros.errors import BackendError, SourceLost
 from torch_ros.protocol import keys as k
@@ -298,7 +297,7 @@ def _first_choice(
     if own_birth == EVER:
         return best_of(candidates, suspected, is_leaf=True)
     if shows_whole(view, seat, ref):
-        choice = _by_count(view, seat, ref, own_birth, unsuspected)
+        choice = _kth_free(view, seat, ref, own_birth, unsuspected)
     else:
         choice = _by_place(own_birth, unsuspected)
     return choice or best_of(candidates, suspected)
@@ -310,7 +309,7 @@ def _preferred(candidates: Candidates, seat: Seat) -> str:
     return next((inst for inst in full if k.replica_of(inst) == seat.prefers), "")
 
 
-def _by_count(
+def _kth_free(
     view: View, seat: Seat, ref: VersionRef, own_birth: int, candidates: Candidates
 ) -> str:
     """The k-th free candidate, if k - 1 older newcomers look for one: each takes another.
@@ -318,26 +317,37 @@ def _by_count(
     "": not enough are free. Full ones, which start at once, are taken first, then older ones.
     `candidates` are all near or all far.
     """
-    reads = view.within(seat.keys.readers_for(ref.run, ref.version))
-    has_source = {reader for _, (_, reader, _), _ in keyed(reads, k.parse_reader)}
-    oldest = min((found.born for found in candidates.values()), default=0)
-    # If none is full, the oldest is the seed, which reads from afar, and takes none of these.
-    seed_born = 0 if any(found.is_full for found in candidates.values()) else oldest
-    # For near candidates only newcomers of this datacenter compete, for far ones all of them.
-    are_far = any(found.distance for found in candidates.values())
-    older_newcomers = sum(
-        seed_born < born < own_birth
-        and is_relaying(holding)  # a leaf takes no place
-        and inst not in has_source
-        and (are_far or not distance(holding.datacenter, seat))
-        for inst, (holding, born) in seen_holdings(view, seat, ref).items()
-    )
     free = sorted(
         (not found.is_full, found.born, inst)
         for inst, found in candidates.items()
         if not found.readers and found.depth < DEPTH_MAX
     )
-    return free[older_newcomers][-1] if older_newcomers < len(free) else ""
+    older = _older_newcomers(view, seat, ref, own_birth, candidates)
+    return free[older][-1] if older < len(free) else ""
+
+
+def _older_newcomers(
+    view: View, seat: Seat, ref: VersionRef, own_birth: int, candidates: Candidates
+) -> int:
+    """How many older newcomers, relays that read from nobody yet, look for one of these, too.
+
+    If none of these is full, the oldest is the seed, and only newcomers younger than that count:
+    the seed reads from afar, and takes none of these.
+    """
+    reads = view.within(seat.keys.readers_for(ref.run, ref.version))
+    has_source = {reader for _, (_, reader, _), _ in keyed(reads, k.parse_reader)}
+    has_full = any(found.is_full for found in candidates.values())
+    oldest_birth = min((found.born for found in candidates.values()), default=0)
+    # For near candidates only newcomers of this datacenter compete, for far ones all of them.
+    are_far = any(found.distance for found in candidates.values())
+    return sum(
+        born < own_birth
+        and (has_full or born > oldest_birth)
+        and is_relaying(holding)  # a leaf takes no place
+        and inst not in has_source
+        and (are_far or not distance(holding.datacenter, seat))
+        for inst, (holding, born) in seen_holdings(view, seat, ref).items()
+    )
 
 
 def _by_place(own_birth: int, candidates: Candidates) -> str:
@@ -345,7 +355,7 @@ def _by_place(own_birth: int, candidates: Candidates) -> str:
 
     From h full ones come h chains, in which newcomers stand in turn: the h-th before this replica,
     from the next older one on, is in the same chain. If that has a reader already, an older one
-    without is taken, else a younger one. Unlike `_by_count` this does not look who has found a
+    without is taken, else a younger one. Unlike `_kth_free` this does not look who has found a
     source: among many that is a lot to read.
     """
     older = [i for i, found in candidates.items() if found.born < own_birth]
@@ -423,8 +433,7 @@ def claim(
 ) -> Step[Claimed | None]:
     """The call with the group's first sources, chosen by the rank that decided it.
 
-    None: decide again: nobody has the version any more; or the group, which was to pass nothing on
-    (a leaf), relays after all.
+    None: nobody has the version any more, and the decision is undone: decide again.
 
     Args:
         avoided: Sources whose bytes were wrong a moment ago: others come first, even far ones, and
@@ -435,30 +444,43 @@ def claim(
     """
     own_group(view, seat)
     current = find(view, seat, call.number)
-    if current is None:
+    if current is None:  # undone, by the rank that decided it
         return Done(None)
     if current.sources or current.outcome is not None:
         return Done(Claimed(current))
     if current.by != seat.rank:
         return Wait(f"rank {current.by} chooses a source", seat.own)
-    ref = current.ref
-    assert ref is not None
-    before = born_before(view, seat, current)
-    candidates = candidates_of(view, seat, ref, before)
+    assert current.ref is not None
+    candidates = candidates_of(view, seat, current.ref, born_before(view, seat, current))
     if not candidates:  # nobody has it any more
         return Act(seat.taken_back(view, current), lambda _: None)
-    if (again := seat.leaves.ended(view, seat, current)) is not None:  # it relays after all
-        return Act(again, lambda _: None)
-    if avoided:
-        full = {i: found for i, found in candidates.items() if found.is_full}
-        # With a full one that is not avoided, those that still fill are left out.
-        candidates = candidates if full.keys() <= {*avoided} else full
-    eligible = eligible_of(view, seat, ref, candidates, dict.fromkeys(avoided, 1))
-    insts = [] if before == EVER else _idle(view, seat, ref, eligible, sources_max)
-    insts = insts or [_first_choice(view, seat, ref, before, eligible)]
-    for inst in insts:
+    if (relaying := seat.leaves.ended(view, seat, current)) is not None:
+        return Act(relaying, None)  # it is no leaf any more, and chooses as a relay
+    chosen_now = _chosen(view, seat, current, candidates, avoided, sources_max)
+    for inst in chosen_now:
         chosen(inst)
-    return _claiming(view, seat, current, {inst: eligible[inst] for inst in insts})
+    return _claiming(view, seat, current, chosen_now)
+
+
+def _chosen(
+    view: View,
+    seat: Seat,
+    call: Call,
+    candidates: Candidates,
+    avoided: Collection[str],
+    sources_max: int,
+) -> Candidates:
+    """The candidates to claim: several that are idle, or one. The arguments as of `claim`."""
+    assert call.ref is not None
+    before = born_before(view, seat, call)
+    if avoided:
+        full = {inst: found for inst, found in candidates.items() if found.is_full}
+        has_other = bool(full.keys() - {*avoided})
+        candidates = full if has_other else candidates
+    eligible = eligible_of(view, seat, call.ref, candidates, dict.fromkeys(avoided, 1))
+    idle = _idle(view, seat, call.ref, eligible, sources_max) if before != EVER else []
+    insts = idle or [_first_choice(view, seat, call.ref, before, eligible)]
+    return {inst: eligible[inst] for inst in insts}
 
 
 def _claiming(view: View, seat: Seat, call: Call, chosen: Candidates) -> Act[Claimed | None]:
@@ -469,28 +491,29 @@ def _claiming(view: View, seat: Seat, call: Call, chosen: Candidates) -> Act[Cla
     """
     ref, keys = call.ref, seat.keys
     assert ref is not None
-    places = [k.place(found.holding.datacenter, inst) for inst, found in chosen.items()]
     # If there are several, a newcomer that has come since would count on the second.
     guards: list[Guard] = []
     if len(chosen) > 1:
         guards.append(NoneNewer(keys.holdings_of(ref.run, ref.version), view.rev))
     ops: list[Op] = []
-    offers = []
+    offers: dict[str, Offered] = {}  # by place
     is_leaf = seat.leaves.is_leaf(seat, call)
-    for place, (inst, found) in zip(places, chosen.items(), strict=True):
+    for inst, found in chosen.items():
+        place = k.place(found.holding.datacenter, inst)
         is_free = not (is_leaf or found.readers)
         own_guards, claim_put = claim_of(view, seat, call, place, is_free=is_free)
         guards += own_guards
         mine, _ = reads_of(seat, ref, inst)
         ops += (claim_put, Put(mine, claim_put.value, seat.lease_id), Get(keys.shards(inst)))
         held = keys.holding_at(ref.run, ref.version, place)
-        offers.append(Offered(held, inst, found.holding, found.born))
-    with_sources = call.with_sources(*places)
+        offers[place] = Offered(held, inst, found.holding, found.born)
+    with_sources = call.with_sources(*offers)
 
     def claimed(reply: Reply) -> Claimed:
+        got = zip(offers.items(), _shards_got(reply), strict=True)
         # Each is called when it is attached to: it raises if that source is lost.
-        learn = map(partial, repeat(learned), offers, _shards_got(reply))
-        return Claimed(with_sources, dict(zip(places, learn, strict=True)))
+        attached = {place: partial(source_from, offer, shards) for (place, offer), shards in got}
+        return Claimed(with_sources, attached)
 
     return Act(group_txn(view, seat, with_sources, tuple(guards), tuple(ops)), claimed)
 
@@ -539,13 +562,13 @@ def offered(
     """
     held, source = seat.keys.holding_at(ref.run, ref.version, place), k.inst_at(place)
     entry = view.get(held)
-    left = SourceLost(k.replica_of(source), "it left before it was read", 0, 0).orderly()
+    left = SourceLost(k.replica_of(source), "it left before it was read").orderly()
     if entry is None:
         raise left
     try:
         holding = Holding.decode(entry.value, held)
     except BackendError as error:
-        raise SourceLost(k.replica_of(source), str(error), 0, 0) from error
+        raise SourceLost(k.replica_of(source), str(error)) from error
     is_waiting = waits and holding.state == "draining" and holding.uid == ref.uid
     if not (is_waiting or _is_source(seat, ref, source, holding, entry.create_rev, before)):
         raise left
@@ -565,10 +588,10 @@ def attach(
     """
     shards = seat.keys.shards(offer.inst)
     if reader is None:
-        return Done(learned(offer, dict(view.within(shards))))
+        return Done(source_from(offer, dict(view.within(shards))))
     unchanged = tuple(map(view.unchanged, (offer.key, *own, reader.key)))
     ops = (reader, Get(shards))
-    return Act(Txn(unchanged, ops), lambda reply: learned(offer, _shards_got(reply)[0]))
+    return Act(Txn(unchanged, ops), lambda reply: source_from(offer, _shards_got(reply)[0]))
 
 
 def claimed_ranges(seat: Seat, call: Call, place: str) -> tuple[Range, ...]:
@@ -585,10 +608,11 @@ def attach_claimed(view: View, seat: Seat, call: Call, place: str) -> Step[Sourc
     ref, current = version_read(view, seat, call), call_now(view, seat, call)
     mine, claim = reads_of(seat, ref, k.inst_at(place))
     is_put = view.get(mine) is not None  # before, and the reply was lost
+    # A source that drains waits for those that have a record at it.
     waits = is_put or view.get(claim) is not None
     offer = offered(view, seat, ref, place, born_before(view, seat, current), waits=waits)
     if is_put:
-        return attach(view, seat, offer)
+        return attach(view, seat, offer)  # announced already: only learn how to reach it
     reader = Put(mine, _reader(seat, current, place).encode(), seat.lease_id)
     # A request that applies late, when this rank is done or has given up, must not leave a record.
     own = (seat.holding(ref), seat.keys.ready(seat.inst, call.number, seat.rank))
@@ -600,7 +624,7 @@ def _shards_got(reply: Reply) -> list[Mapping[str, Entry]]:
     return [found for found in reply.results if not isinstance(found, int)]
 
 
-def learned(offer: Offered, shards: Mapping[str, Entry]) -> Source:
+def source_from(offer: Offered, shards: Mapping[str, Entry]) -> Source:
     """The source, by the `shards` that were read when this rank's reader record was put.
 
     Raises: SourceLost: One of its processes is gone (I7).
@@ -610,7 +634,14 @@ def learned(offer: Offered, shards: Mapping[str, Entry]) -> Source:
     records = tuple(found[rank] for rank in range(holding.world_size) if rank in found)
     if len(records) < holding.world_size:
         reason = f"{len(records)} of its {holding.world_size} processes are alive"
-        raise SourceLost(k.replica_of(offer.inst), reason, 0, 0)
-    is_full = holding.state != "filling"
-    place = holding.call, holding.datacenter, holding.is_original
-    return Source(offer.inst, holding.mark, offer.born, is_full, records, *place)
+        raise SourceLost(k.replica_of(offer.inst), reason)
+    return Source(
+        offer.inst,
+        holding.mark,
+        offer.born,
+        is_full=holding.state != "filling",
+        shards=records,
+        call=holding.call,
+        datacenter=holding.datacenter,
+        is_original=holding.is_original,
+    )
