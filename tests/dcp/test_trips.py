@@ -76,7 +76,7 @@ def test_few_calls_go_up(handles):
 def test_a_call_up_is_seen(handles):
     trainer, _ = handles
     trainer.register({"w": torch.ones(3)})
-    assert calls_up(lambda: trainer.publish(1))["publish.<locals>.perform"] == 1
+    assert calls_up(lambda: trainer.publish(1))["_Publication.perform"] == 1
 
 
 def test_a_load_decides_from_what_its_first_look_has_read(handles, monkeypatch):

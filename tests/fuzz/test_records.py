@@ -190,7 +190,7 @@ RULES = {
     "unpublish": lambda view: unpublish.unpublish(
         view, SEAT, records.Call(3, "unpublish", records.Asked("unpublish"), 0), REF
     ),
-    "copied": lambda view: copying.copied(view, SEAT, KEPT, CopiedPart("r+3@1", 3, SHARD)),
+    "show_copy": lambda view: copying.show_copy(view, SEAT, KEPT, CopiedPart("r+3@1", 3, SHARD)),
     "release": lambda view: copying.release(view, SEAT, REF, OWN),
     "abort": lambda view: calls.abort(
         view,

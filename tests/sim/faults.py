@@ -650,7 +650,9 @@ fault(
 
 
 answers(
-    "what two publish under one number is not compared", "require_equal", scenario="other bytes"
+    "what two publish under one number is not compared",
+    "require_equal_to_elder",
+    scenario="other bytes",
 )
 
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch_ros.dcp.memo import Memo, Memos
 from torch_ros.dcp.objects import Refused, Spent, unpickled
 from torch_ros.dcp.outline import Outline, outline
-from torch_ros.dcp.planner import ROSLoadPlanner, add_chunks, all_boxes, described, values_of
+from torch_ros.dcp.planner import ROSLoadPlanner, add_chunks, chunked_tensors, described, values_of
 from torch_ros.errors import ManifestMismatch, UntrustedObject
 from torch_ros.shard.checkpoint import Checkpoints
 from torch_ros.transfer.registered import LocalState
@@ -121,11 +121,11 @@ class StateDict:
         objects = [item.storage_index.fqn for item in items if item.type == LoadItemType.BYTE_IO]
         self._buffers = self._room(contents, objects)
         values = values_of(self._planner) or {}
-        boxes = all_boxes({fqn: value for fqn, value in values.items() if fqn in contents})
-        tensors = dict(boxes)
+        chunked = chunked_tensors({fqn: value for fqn, value in values.items() if fqn in contents})
+        tensors = dict(chunked)
         for item, target in self._targets:
             fqn = item.storage_index.fqn
-            if fqn in boxes:
+            if fqn in chunked:
                 continue
             if is_strided(value := values.get(fqn)):
                 (tensors[fqn],) = local_chunks({fqn: value})

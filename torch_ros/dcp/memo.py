@@ -131,8 +131,7 @@ class Memo:
         """
         if registered is not None and self._is_in_place(registered, seen, objects):
             return registered.holding(objects)
-        tensors = [plan.of(seen.locals) for plan in self.tensors]
-        return LocalState(tensors, objects, self.paths)
+        return LocalState([plan.of(seen.locals) for plan in self.tensors], objects, self.paths)
 
     def _is_in_place(
         self, registered: LocalState, seen: Outline, objects: Mapping[str, torch.Tensor]
@@ -164,7 +163,7 @@ class Memo:
         self.chunk_addresses = [tensor.data_ptr() for tensor in registered.memory]
 
     def _addresses(self, seen: Outline) -> set[int]:
-        """The places at which the chunks of this memo lie in the tensors of an outline."""
+        """The places of this memo's chunks in an outline's tensors: to tell if these are shown."""
         return {
             seen.locals[chunk.leaf].data_ptr() + chunk.skip * plan.dtype.itemsize
             for plan in self.tensors

@@ -98,8 +98,7 @@ def unpickled(content: bytes, spent: Spent) -> Any:
         Refused: It takes more than plain values and tensors, or too much of the processor or the
             memory. Also other exceptions, whatever a hostile stream leads to.
     """
-    archive = _Archive(content)
-    value = _Unpickler(archive, spent).load()
+    value = _Unpickler(_Archive(content), spent).load()
     _require_small(value, spent.expanded_max)
     return value
 
@@ -141,8 +140,7 @@ class _Unpickler:
         self._users = _safe_of_users()  # may be named and called as well, by name
 
     def load(self) -> Any:
-        content = bytes(self._archive.record("data.pkl"))
-        for opcode, argument, _ in pickletools.genops(content):
+        for opcode, argument, _ in pickletools.genops(bytes(self._archive.record("data.pkl"))):
             self._spent.add_opcode()
             self._do(opcode.name, argument)
         [value] = self._stack

@@ -168,8 +168,8 @@ def add_chunks(
     tensors[fqn] = LocalTensor(fqn, found.dtype, tuple(shape), (*before, *chunks), spread)
 
 
-def all_boxes(values: Mapping[str, Any]) -> dict[str, LocalTensor]:
-    """Each `Chunked` of a flat state dict; no plan has one of which this rank has no box."""
+def chunked_tensors(values: Mapping[str, Any]) -> dict[str, LocalTensor]:
+    """Each `Chunked` of a flat state dict, also one of which this rank has no box."""
     chunked = {fqn: value for fqn, value in values.items() if isinstance(value, Chunked)}
     return {tensor.fqn: tensor for tensor in local_chunks(chunked)}
 

@@ -22,7 +22,7 @@ from torch_ros.copies.transforms import Transform
 from torch_ros.dcp.default import check_group, default_handle, require_handle
 from torch_ros.dcp.memo import Memo, as_bytes, memos, pickling
 from torch_ros.dcp.outline import Outline, outline
-from torch_ros.dcp.planner import ROSSavePlanner, add_chunks, all_boxes, values_of
+from torch_ros.dcp.planner import ROSSavePlanner, add_chunks, chunked_tensors, values_of
 from torch_ros.errors import UsageError
 from torch_ros.face.handle import ShardHandle
 from torch_ros.features.deltas.copies import DeltaOptions  # feature deltas
@@ -215,16 +215,20 @@ class ROSWriter(StorageWriter):
         return state
 
     def _planned(self, local: SavePlan, planner: SavePlanner) -> LocalState:
-        """The state, the long way: what the items of the plan name, as the planner finds it."""
+        """The state, the long way: what the items of the plan name, as the planner finds it.
+
+        But not a `Chunked`, which has no item where this rank has no box, nor a strided DTensor,
+        whose item names one box of several.
+        """
         if not local.usable:  # a caching planner says: as last time
             key = planner._cached_plans_key  # type: ignore[attr-defined]  # noqa: SLF001  # no public one
             local = SavePlanner._cached_save_plan[key]  # noqa: SLF001  # no public one
         objects: dict[str, torch.Tensor] = {}
         values = values_of(planner) or {}
-        boxes = all_boxes(values)
-        tensors = dict(boxes)
+        chunked = chunked_tensors(values)
+        tensors = dict(chunked)
         for item in local.items:
-            if item.index.fqn in boxes:
+            if item.index.fqn in chunked:
                 continue
             fqn, is_object = item.index.fqn, item.type == WriteItemType.BYTE_IO
             if is_strided(value := values.get(fqn)):
@@ -239,7 +243,7 @@ class ROSWriter(StorageWriter):
             assert isinstance(found, torch.Tensor)
             assert item.tensor_data is not None
             offsets, shape = item.tensor_data.chunk.offsets, item.tensor_data.size
-            is_spread = item.type == WriteItemType.SHARD
+            is_spread = item.type == WriteItemType.SHARD  # a DTensor's: any copy may be read
             add_chunks(tensors, fqn, found, offsets, shape, spread=is_spread)
         paths = {fqn: tuple(path) for fqn, path in (local.planner_data or {}).items()}
         return LocalState(list(tensors.values()), objects, paths)

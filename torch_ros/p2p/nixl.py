@@ -240,8 +240,7 @@ class _Link:
                 self.end(f"it disconnected (has its process ended?){room.lacking()}")
                 raise TransferFailed(self.agent, self.failure) from error
             except _NIXL_ERRORS as error:
-                reason = f"NIXL says {error}{room.lacking()}"
-                raise TransferFailed(self.agent, reason) from error
+                raise TransferFailed(self.agent, f"NIXL says {error}{room.lacking()}") from error
 
     def load(self, blob: bytes) -> None:
         """Tell NIXL of the agent: first how to connect, later of its registrations."""
@@ -279,13 +278,16 @@ class _Link:
         targets: AbstractSet[NixlRegistration],
     ) -> NixlTransfer:
         """Make a read of pieces: NIXL wants address, bytes and device number, which is the key."""
-        sources, landing = (
-            bindings.nixlXferDList(_kind(device), np.ascontiguousarray(pieces[:, columns]))
-            for device, columns in ((source_device, [0, 2, 3]), (target_device, [1, 2, 4]))
-        )
+        source, target, size, source_key, target_key = range(5)  # the columns of `Pieces`
+
+        def listed(device: int, columns: list[int]) -> Any:
+            return bindings.nixlXferDList(_kind(device), np.ascontiguousarray(pieces[:, columns]))
+
+        sources = listed(source_device, [source, size, source_key])
+        landing = listed(target_device, [target, size, target_key])
         with self.calls() as nixl:
             handle = nixl.createXferReq(bindings.NIXL_READ, landing, sources, self.agent, b"", [])
-            return NixlTransfer(self, handle, int(pieces[:, 2].sum()), targets)
+            return NixlTransfer(self, handle, int(pieces[:, size].sum()), targets)
 
     def cut(self) -> None:
         """End reads in flight by ending the silent connections below them; over TCP only."""
@@ -355,7 +357,7 @@ class NixlPeer:
                 if cover.device == target_device
             }
             pieces = cut(self.agent, spans, sources, tuple(owners))
-            keys = set(pieces[:, 4].tolist())
+            keys = set(pieces[:, 4].tolist())  # of the target covers
             targets = {owner for cover, owner in owners.items() if cover.key in keys}
             return link.create(pieces, source_device, target_device, targets)
 
@@ -499,8 +501,9 @@ class NixlTransport:
         with self.lock:
             self.refuse_closed()
             if agent not in self.links:
-                address, key = np.frombuffer(ping, np.uint64)
-                row = (address, self._ping[0] + 1, 1, key, self._ping[1])
+                source, source_key = np.frombuffer(ping, np.uint64)
+                own, own_key = self._ping  # its second byte is for what is read
+                row = (source, own + 1, 1, source_key, own_key)  # one of `Pieces`
                 self.links[agent] = link = _Link(self, agent, np.array([row], np.uint64))
                 try:
                     link.load(blob)
@@ -508,7 +511,7 @@ class NixlTransport:
                     link.end("it could not be connected")
                     raise
             peer = NixlPeer(self.links[agent])
-        try:
+        try:  # without the lock: it may take seconds
             self.links[agent].ping()
         except TransferFailed:
             peer.close()

@@ -88,9 +88,7 @@ class Peer(Protocol):
         """
 
     def close(self) -> None:
-        """Disconnect, so that the peer does not keep state for this process. Idempotent. Close
-        every read of this peer first.
-        """
+        """Disconnect: the peer keeps no state for this process. Idempotent. Close reads first."""
 
 
 class Transport(Protocol):
@@ -110,10 +108,11 @@ class Transport(Protocol):
         """
 
     def prove(self, agent: str, descriptor: bytes) -> Neighbour:
-        """The process on this host that has made this descriptor; the caller closes the answer.
+        """The process on this host that has made this descriptor; the caller closes the answer, and
+        finds memory that it lends among its open files (docs/protocol/lending.md).
 
         Raises:
-            Unproven: There is none that this process may look at; why.
+            Unproven: There is none whose files this process may open; why.
             TransferFailed: These bytes are not a descriptor.
         """
 

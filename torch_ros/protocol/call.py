@@ -116,7 +116,7 @@ class GroupCall(Attempt):
         self.traceparent: str = ""  # the span in which it publishes
 
     def start(self, seat: Seat, session: Session) -> None:
-        """Make it from this seat: the first one, or another after that was lost."""
+        """Begin from this seat; if another was lost before, forget what was seen from that one."""
         self.seat, self.session = seat, session
         self.seen: View | None = None  # what the next step may begin with, if guards protect it
         self._was_counted = False  # this rank knows that its ready record was put
@@ -187,8 +187,7 @@ class GroupCall(Attempt):
         ahead = (*seat.own, self.own_ready, *ahead)
         if seat.world_size > 1 and seen is None and not is_cheap:
             # Most ranks come second: they need not read what the decision was made from.
-            look = partial(calls.look_up, seat=seat, number=self.number)
-            found = self.settle(ahead, look, ahead)
+            found = self.settle(ahead, partial(calls.look_up, seat=seat, number=self.number), ahead)
         if found is None:
             rule = partial(calls.find_or_decide, seat=seat, call=own, effects=effects, seen=seen)
             found = self.settle((*ahead, *ranges), rule, ahead, seen)
@@ -320,7 +319,7 @@ class GroupCall(Attempt):
     def _end_as_all_say(self, answer: Ready, sum_up: SumUp) -> None:
         """Say `answer`; then sum up, if all ranks have said theirs; else learn the outcome."""
         try:
-            found = self._say(answer)
+            found = self._be_ready(answer)
             if isinstance(found, Said):
                 self.is_unproven = found.is_unproven
                 sum_up(found.by_rank)
@@ -350,6 +349,7 @@ class GroupCall(Attempt):
 
         Args:
             end: The layout that the ranks have all of, with their answers; agree: what they said.
+            terms: The part of the version that makes the group a source. SERVED: all of it.
             ahead: The ranges that this rank's next call begins with: see `seen`.
 
         Raises: TorchRosError: The outcome was an error, the same on all ranks.
@@ -366,12 +366,12 @@ class GroupCall(Attempt):
         """As `complete`, by a rule of the call's own."""
         self._finish(self.settle(ranges, rule))
 
-    def _say(self, answer: Ready) -> Outcome | Said:
-        """The answers of all ranks, if this one is ready last; else how the call has ended."""
+    def _be_ready(self, answer: Ready) -> Outcome | Said:
+        """Put this rank's ready record: the answers of all if it is last, else the call's end."""
         seat, call, value = self.seat, self.decided, answer.value
         if call.ref is not None and call.kind != "agree":  # an agree changes nothing that is held
-            # With the layout of the last good call, if this rank said the same in it; else "".
-            self.may_end_well(call, value, self._ledger.end_of(value).said)
+            layout = self._ledger.end_of(value).said  # "": this rank did not say the same before
+            self.may_end_well(call, value, layout)
         if seat.world_size == 1:
             return Said({seat.rank: value}, answer.is_unproven)
         count = self._count_ready(answer)
@@ -511,9 +511,7 @@ class GroupCall(Attempt):
         return self._end(self.failure_of(error), Deadline(f"giving up {self.asked}", CLEAN_UP_S))
 
     def _end(self, failure: Failure, deadline: Deadline) -> Outcome:
-        """End the call for all ranks with `failure`, unless it has ended. Learn and return its end,
-        and do not raise the failure in that.
-        """
+        """End the call for all ranks with `failure`, unless it has ended; the end that it has."""
         made = replace(self.own_call, at_ms=wall_ms())
         rule = partial(calls.abort, seat=self.seat, made=made, failure=failure)
         steps = settle(self.asked, self.seat.own, rule)
@@ -525,8 +523,7 @@ class GroupCall(Attempt):
 
     def _learn(self, outcome: Outcome) -> None:
         """Note that it has ended so, well or not."""
-        call = self._call or self.own_call
-        self._ledger.learn(call, outcome, self.seat, self.value)
+        self._ledger.learn(self._call or self.own_call, outcome, self.seat, self.value)
         self.become(CallEvent.ENDS)
         self.said = outcome.said
 

@@ -509,7 +509,7 @@ def version_ranges(seat: Seat, ref: VersionRef | None) -> Ranges:
 
 
 def _offers(view: View, seat: Seat, ref: VersionRef) -> list[str]:
-    """The full holdings of others that are seen."""
+    """The keys of others' full holdings that are seen; the end of a call may guard on one."""
     there = view.seen(seat.keys.holdings_of(ref.run, ref.version))
     return [
         key

@@ -152,8 +152,7 @@ class Group(Seating):
                 self.fence(lost, session)
 
     def _unbegun(self, kind: Kind, asked: Asked, deadline: Deadline) -> GroupCall:
-        number = self.ledger.number_unbegun(kind, asked)
-        return GroupCall(self, number, kind, asked, deadline)
+        return GroupCall(self, self.ledger.number_unbegun(kind, asked), kind, asked, deadline)
 
     def pass_over(self, kind: Kind, asked: Asked, deadline: Deadline) -> None:
         """Use up the number of a call that this rank has no seat to begin, as its peers do."""

@@ -400,8 +400,7 @@ class Ledger:
                 return True
             number = self.unpublish_number
             self._end_unfinished()
-            asked = Asked("unpublish", ref.version)
-            call = Call(number, "unpublish", asked, self.seat.rank, ref)
+            call = Call(number, "unpublish", Asked("unpublish", ref.version), self.seat.rank, ref)
             self.calls_made = number
             self.ended.append(msgspec.structs.replace(call, outcome=Outcome()))
             self.held = self.unfinished = None

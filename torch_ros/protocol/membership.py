@@ -181,7 +181,7 @@ def create_group(view: View, who: Applicant) -> Step[GroupMade]:
         decisions = who.keys.decisions(inst)
         # A call that is decided meanwhile may bring a holding, which would be left over.
         guards = (*guards, view.unchanged(decisions))
-        ops += [Delete(one(decisions)), *records_of(view, who.keys, inst)]
+        ops += [Delete(one(decisions)), *to_delete(view, who.keys, inst)]
     # For the log: a rank that comes back only replaces what its own start has left.
     is_living = old is not None and old.left is None and old.refusal is None
     made = GroupMade.REPLACES if is_living and not who.left_behind else GroupMade.YES
@@ -407,8 +407,8 @@ def _adopt(
     ops: list[Op] = []
     guards: tuple[Guard, ...] = ()
     if (shown := not_waited_for(shards)) is not None:
-        shown, published, guards = _published_late(view, who, shown)
-        calls, kept = [*calls, shown][-CALLS_KEPT:], published or kept
+        ended_late, published, guards = _published_late(view, who, shown)
+        calls, kept = [*calls, ended_late][-CALLS_KEPT:], published or kept
     if calls:
         are_all = len(calls) < CALLS_KEPT  # else older ones may be left out: nobody makes them anew
         known = Decisions(tuple(calls), forgotten_below=0 if are_all else calls[0].number)
@@ -450,7 +450,7 @@ def _hold_again(
 
 
 def _is_superseded(view: View, keys: Keys, ref: VersionRef) -> bool:
-    """Whether the number of `ref` stands for another content by now, which stays as it is."""
+    """Whether its number, or the bucket's run, has another content by now, which stays as it is."""
     record = VersionRecord.at(view, keys.version(ref.run, ref.version))
     return (record is not None and record.uid != ref.uid) or is_passed(view, keys, ref)
 
@@ -542,7 +542,7 @@ def expel(view: View, seat: Seat) -> Step[SeatLost]:
         return Done(lost)
     reason = f"rank {(seat.rank + 1) % seat.world_size} died, or lost its lease"
     died = SeatLost(seat.replica, reason)
-    ops = (*map(Delete, seat.own), *records_of(view, seat.keys, seat.inst))
+    ops = (*map(Delete, seat.own), *to_delete(view, seat.keys, seat.inst))
     # A call that is decided meanwhile may bring another holding.
     guards = (view.unchanged(seat.group), view.unchanged(seat.decisions))
     return Act(Txn(guards, ops), lambda _: died)
@@ -561,8 +561,7 @@ def leave(view: View, seat: Seat, note_lease_id: int) -> Step[None]:
     earlier one. Its decisions stay, for peers that wait for an outcome; `seen/` goes, by which
     people find processes that lost their seats (docs/protocol/leftovers.md).
     """
-    found = GroupRecord.at(view, seat.group)
-    group = found or GroupRecord(seat.nonce, seat.world_size, seat.run)
+    group = GroupRecord.at(view, seat.group) or GroupRecord(seat.nonce, seat.world_size, seat.run)
     if k.family(group.nonce) != k.family(seat.nonce) or group.left is not None:
         return Done(None)
     inst = k.instance(seat.replica, group.nonce)
@@ -570,13 +569,13 @@ def leave(view: View, seat: Seat, note_lease_id: int) -> Step[None]:
     guards = (view.unchanged(seat.group), view.unchanged(seat.keys.decisions(inst)))
     put = Put(seat.group, left.encode(), note_lease_id)
     seen = Delete(seat.keys.seen_of(seat.replica))
-    return Act(Txn(guards, (put, seen, *records_of(view, seat.keys, inst))), lambda _: None)
+    return Act(Txn(guards, (put, seen, *to_delete(view, seat.keys, inst))), lambda _: None)
 
 
-def records_of(view: View, keys: Keys, inst: str) -> list[Delete]:
-    """Deletes the holdings of an incarnation and its copies, its open claims, and what it carries.
+def to_delete(view: View, keys: Keys, inst: str) -> list[Delete]:
+    """The deletions of all that an incarnation, or a copy of its, holds, claims and carries.
 
-    They hang on the anchor, and would stay for as long as that rank's lease lives.
+    These hang on the anchor, and would stay for as long as that rank's lease lives.
     """
     held = keyed(view.within(keys.holdings()), k.parse_holding)
     holdings = [key for key, where, _ in held if k.is_of(where.inst, inst)]

@@ -15,7 +15,8 @@ from torch_ros.store.txn import Created, Delete, Entry, Guard, NoneNewer, Op, Pu
 
 def is_any_trained(view: View, who: Applicant) -> Step[bool]:
     """Whether there is a run that a newcomer would choose by itself."""
-    return Done(bool(_live_runs(view, who)[1]))
+    _, trained = _live_runs(view, who)
+    return Done(bool(trained))
 
 
 def choose_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard, ...]]:

@@ -211,8 +211,7 @@ def recall(view: View, seat: Seat, number: int) -> Call | None:
 
 
 def forgotten(seat: Seat, number: int) -> Fenced:
-    reason = f"call {number} is older than the calls that the group remembers"
-    return Fenced(seat.replica, reason)
+    return Fenced(seat.replica, f"call {number} is older than the calls that the group remembers")
 
 
 def holding_put(view: View, seat: Seat, ref: VersionRef, holding: Holding) -> Put:

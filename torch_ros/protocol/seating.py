@@ -193,7 +193,7 @@ class Seating:
                 settled.wait(min(left_s, RETRY_S))
                 continue
             if patience.is_usual:
-                # Later calls wait only a moment (`left_s`), so that a loop keeps no core busy.
+                # After a first failure `left_s` is 0 in the next calls: a loop of them is slowed.
                 if outage.has_failed and settled.wait(RETRY_S):
                     continue
                 outage.has_failed = True
@@ -499,13 +499,12 @@ class _Taking:
         """`who`, with a bucket's newest run, which is asked for only if etcd has none to choose."""
         if who.find_former_run is None or who.run is not None:
             return who
-        rule = partial(runs.is_any_trained, who=who)
-        if self._ask(membership.open_ranges(who), rule):
+        if self._ask(membership.open_ranges(who), partial(runs.is_any_trained, who=who)):
             return who
         return dataclasses.replace(who, former_run=who.find_former_run())
 
     def _create(self, who: Applicant) -> str:
-        """The nonce of the group that was made, or that a peer made; "": try another nonce."""
+        """`who.nonce`, once this rank or a peer has made its group; "": that is used up."""
         create: Create = partial(membership.create_group, who=self._with_former_run(who))
         if not who.is_shared or who.left_behind:  # the nonce is this rank's alone
             create = _at_most_once(create)

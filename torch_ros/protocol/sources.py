@@ -451,36 +451,21 @@ def claim(
     if current.by != seat.rank:
         return Wait(f"rank {current.by} chooses a source", seat.own)
     assert current.ref is not None
-    candidates = candidates_of(view, seat, current.ref, born_before(view, seat, current))
+    before = born_before(view, seat, current)
+    candidates = candidates_of(view, seat, current.ref, before)
     if not candidates:  # nobody has it any more
         return Act(seat.taken_back(view, current), lambda _: None)
     if (relaying := seat.leaves.ended(view, seat, current)) is not None:
         return Act(relaying, None)  # it is no leaf any more, and chooses as a relay
-    chosen_now = _chosen(view, seat, current, candidates, avoided, sources_max)
-    for inst in chosen_now:
-        chosen(inst)
-    return _claiming(view, seat, current, chosen_now)
-
-
-def _chosen(
-    view: View,
-    seat: Seat,
-    call: Call,
-    candidates: Candidates,
-    avoided: Collection[str],
-    sources_max: int,
-) -> Candidates:
-    """The candidates to claim: several that are idle, or one. The arguments as of `claim`."""
-    assert call.ref is not None
-    before = born_before(view, seat, call)
     if avoided:
         full = {inst: found for inst, found in candidates.items() if found.is_full}
-        has_other = bool(full.keys() - {*avoided})
-        candidates = full if has_other else candidates
-    eligible = eligible_of(view, seat, call.ref, candidates, dict.fromkeys(avoided, 1))
-    idle = _idle(view, seat, call.ref, eligible, sources_max) if before != EVER else []
-    insts = idle or [_first_choice(view, seat, call.ref, before, eligible)]
-    return {inst: eligible[inst] for inst in insts}
+        candidates = full if full.keys() - {*avoided} else candidates  # if any other is full
+    eligible = eligible_of(view, seat, current.ref, candidates, dict.fromkeys(avoided, 1))
+    idle = _idle(view, seat, current.ref, eligible, sources_max) if before != EVER else []
+    insts = idle or [_first_choice(view, seat, current.ref, before, eligible)]
+    for inst in insts:
+        chosen(inst)
+    return _claiming(view, seat, current, {inst: eligible[inst] for inst in insts})
 
 
 def _claiming(view: View, seat: Seat, call: Call, chosen: Candidates) -> Act[Claimed | None]:
@@ -635,13 +620,14 @@ def source_from(offer: Offered, shards: Mapping[str, Entry]) -> Source:
     if len(records) < holding.world_size:
         reason = f"{len(records)} of its {holding.world_size} processes are alive"
         raise SourceLost(k.replica_of(offer.inst), reason)
+    is_full, call, datacenter = holding.state != "filling", holding.call, holding.datacenter
     return Source(
         offer.inst,
         holding.mark,
         offer.born,
-        is_full=holding.state != "filling",
-        shards=records,
-        call=holding.call,
-        datacenter=holding.datacenter,
-        is_original=holding.is_original,
+        is_full,
+        records,
+        call,
+        datacenter,
+        holding.is_original,
     )

@@ -77,8 +77,7 @@ def _let_go(
     reason = f"version {ref.version} is still read by {who} ({len(waited_for)} records)"
     wait = Wait(reason, (*seat.own, range_))
     if readers.far and not keep.is_elsewhere:  # with another copy they would not be waited for
-        why = seat.keeper.why_nobody_else(view, seat)
-        reason = f"{reason}, also in other datacenters: {why}"
+        reason = f"{reason}, also in other datacenters: {seat.keeper.why_nobody_else(view, seat)}"
         wait = Wait(reason, unpublish_ranges(seat, ref))
     late = Outcome(at_ms=at_ms + int(1000 * seat.drain_s))
     # A reader that still reads then finds the word cleared, and discards what it got.

@@ -66,8 +66,7 @@ class AvailableVersion:
     def first_key(self, keys: Keys) -> str:
         """The key of one of its holdings."""
         inst = min(self.holdings)
-        datacenter = self.holdings[inst].datacenter
-        return keys.holding(self.ref.run, self.ref.version, datacenter, inst)
+        return keys.holding(self.ref.run, self.ref.version, self.holdings[inst].datacenter, inst)
 
 
 def shows_all(view: View, keys: Keys, offer: AvailableVersion) -> bool:
@@ -141,8 +140,7 @@ def listing(view: View, keys: Keys, *, of_trainers: bool = False) -> dict[int, s
         of_trainers: Versions that no replica published, but a bucket had, do not count.
     """
     runs = (run for run in offered(view, keys) if not of_trainers or run[0].ref.run != k.OUTSIDE)
-    newest = next(runs, [])
-    return {o.ref.version: {k.replica_of(inst) for inst in o.holdings} for o in newest}
+    return {o.ref.version: {k.replica_of(inst) for inst in o.holdings} for o in next(runs, [])}
 
 
 def resolve(view: View, keys: Keys, spec: Spec) -> AvailableVersion | Wait:

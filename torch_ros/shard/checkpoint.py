@@ -261,11 +261,11 @@ class _Save:
         if (copier := request.copier) is not None:
             attending = (each.attend(copier, request.version) for each in shard.features)
             self._attendants = [each for each in attending if each is not None]
-        self._give_way()
+        self._unpublish_before()
         content, store_wait_s = Content(self._register, self._more), request.store_wait_s
         try:
             is_offered = publish(shard, request.version, content, self._deadline, store_wait_s)
-            assert self._state is not None
+            assert self._state is not None  # by `_register`, which `publish` calls
             self._stager_memory.clear()
             if request.from_stager:
                 self._stager_memory.update(self._state.spans)
@@ -276,7 +276,7 @@ class _Save:
         finally:
             shard.hide_unless_held()
 
-    def _give_way(self) -> None:
+    def _unpublish_before(self) -> None:
         """Unpublish the version that is held, once all ranks have checked that they can save.
 
         A save that could not succeed would leave the replica with nothing.

@@ -38,8 +38,7 @@ class Manifests:
 
         Raises: SourceLost: One of them is gone; `world_size` is how many there are at least.
         """
-        shards = self.shards(inst, deadline, world_size)
-        return self._shown(shards, replica_of(inst), deadline)
+        return self._shown(self.shards(inst, deadline, world_size), replica_of(inst), deadline)
 
     def own(self, deadline: Deadline) -> list[Manifest]:
         """The manifests that the ranks of this replica show now, rank by rank.
@@ -132,8 +131,7 @@ class Manifests:
         A mute peer of this replica is waited for; another replica is left after a while, as lost.
         """
         manifests = []
-        is_own = source == self._group.seat.replica
-        has_other = None if is_own else lambda _: True
+        has_other = None if source == self._group.seat.replica else lambda _: True
         for rank, shard in enumerate(shards):
             mute = SourceWait(source, deadline, is_there=lambda: True, has_other=has_other)
             still = partial(mute.look, f"rank {rank} does not answer")

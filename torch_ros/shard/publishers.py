@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 log = log_of(__name__)
 
 
-def require_equal(shard: Shard, call: GroupCall, layout: str, deadline: Deadline) -> None:
+def require_equal_to_elder(shard: Shard, call: GroupCall, layout: str, deadline: Deadline) -> None:
     """Compare what this replica is about to offer with what an older publisher of it shows.
 
     Readers mix bytes of both. The last rank to be ready asks, before the call ends. If one of the

@@ -253,8 +253,7 @@ class Replication:
             shard.word.void()  # it may show a part of another one, from before a seat was lost
             self.start(call.ref)
         what = f"version {call.ref.version} of {shard.model!r}"
-        display = shard.settings.displays(what, shard.group.seat.rank)
-        with closing(Meter(display)) as meter:
+        with closing(Meter(shard.settings.displays(what, shard.group.seat.rank))) as meter:
             if call.decided.must:  # what a rank without that supplier could not bring
                 self._read_from_elsewhere(call, meter)
             else:

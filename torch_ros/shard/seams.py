@@ -29,9 +29,7 @@ from torch_ros.transfer.registered import LocalState
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The content that a handle held until the call that reads the next one: its version, and the
-    tensors that have it.
-    """
+    """The version that a handle held until the call that reads the next one, and its tensors."""
 
     ref: VersionRef
     registered: LocalState
@@ -227,11 +225,11 @@ class Feature:
         Called again when a source was lost.
 
         Args:
-            change: None: nothing is known of what the tensors have, or another feature has filled
-                them, or nobody would find out that they were filled with something else.
+            change: From what the tensors have to what is read. None: nothing is known of what they
+                have, or another feature has filled them, or no digest would show a wrong byte.
 
         Returns:
-            None: nothing was brought, and blocks are read.
+            The way by which all was brought, for reports. None: nothing was, and blocks are read.
 
         Raises: SourceLost, DeadlineExceeded, SeatLost: As any read.
         """

@@ -90,7 +90,7 @@ class Tensors:
         return LocalState.of(given)
 
     def hide(self) -> None:
-        """Show nothing, and register nothing; `current` shows again what `register` was given."""
+        """Show nothing, and let memory go; `current` shows again what `register` was given."""
         self._mailbox.withdraw()
         self.registered = self.brought = None
         self._pages.follow(())

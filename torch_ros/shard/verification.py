@@ -113,14 +113,15 @@ class Verification:
         """Digest this rank's part, and show its digests: the last rank to be ready compares all.
 
         Returns:
-            Whether anything was digested. A rank that does not verify only passes totals on.
+            Whether anything was digested. A rank that does not verify keeps the source's totals,
+            which it shows since `expect`.
         """
         shard, expected = self._shard, self._expected
-        depth: Depth = expected.depth if shard.settings.depth != "off" else "off"
-        shard.digests = Digests(expected.depth, registered.digests(depth), expected.totals)
-        if depth != "off":
+        own_depth: Depth = expected.depth if shard.settings.depth != "off" else "off"
+        shard.digests = Digests(expected.depth, registered.digests(own_depth), expected.totals)
+        if own_depth != "off":
             shard.mailbox.show_digests(shard.digests)
-        return depth != "off"
+        return own_depth != "off"
 
     def verify(self, source: str, *, is_unproven: bool = False) -> None:
         """Compare the digests of all ranks with the version's. Called by the last to be ready.

@@ -169,8 +169,7 @@ class EtcdKV:
         try:
             return self._call(Member.commit, txn, timeout_s)
         except _LeaseEndedError:  # so nothing was applied
-            now = self.read(Read(()), timeout_s=timeout_s)
-            return Reply(applied=False, rev=now.rev)
+            return Reply(applied=False, rev=self.read(Read(()), timeout_s=timeout_s).rev)
 
     def wait(self, watch: Watch, *, timeout_s: float) -> bool:
         # etcd goes through its past for a new watch only every 100 ms, and tells it nothing before.
@@ -195,8 +194,7 @@ class EtcdKV:
         # Those of one revision come together.
         all_ = Range(min(r.start for r in ranges), max(r.end for r in ranges))
         watch = Watch((all_,), rev, request.reason)
-        starts = [(all_, rev + 1)]
-        is_over = self._watched(partial(self._wait, watch, starts, timeout_s, is_news))
+        is_over = self._watched(partial(self._wait, watch, [(all_, rev + 1)], timeout_s, is_news))
         return None if is_over and not news else Changes(rev, news)
 
     def _watched(self, wait: Callable[[_Watching], bool]) -> bool:
@@ -335,15 +333,15 @@ class EtcdKV:
     def _send(self, method: Method[A, T], request: A, deadline: float, token: str) -> T:
         """The answer of one member. The next one is asked only if the request never left.
 
-        Otherwise it may have been applied, and would be a second time. While none has a leader, all
-        are asked again, round after round.
+        Otherwise it may have been applied, and would be a second time. As long as one of them says
+        that it has no leader, all are asked again, round after round.
         """
         failures: list[grpc.RpcError] = []
         start, everyone = self._current, len(self._members)
         for step in count():  # one member at each
             index = (start + step) % everyone
             left_s = deadline - time.monotonic()
-            if failures and left_s <= 0:
+            if failures and left_s <= 0:  # the first is sent: grpc says that its time is over
                 break
             try:
                 with forking.within():

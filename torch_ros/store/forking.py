@@ -65,8 +65,7 @@ def begin(user: object) -> None:
             *(SUPPORT, given),
         )
     if not _here.users:  # then what is there is others', unless ours was, and has ended since
-        is_there = bool(_threads())
-        _here.has_others = is_there and (_here.has_others or not _here.was_used)
+        _here.has_others = bool(_threads()) and (_here.has_others or not _here.was_used)
     _here.was_used = True
     _here.users.add(user)
 

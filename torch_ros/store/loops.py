@@ -120,9 +120,10 @@ def settle(
                     if wanted:
                         keep(_read_along(reply, wanted))
                     return then(reply)
-                first = reply.view  # None: it applied, a lease has ended, or the reply was lost
-                losses += first is not None  # a guard failed: others have won the race
-                if first is None and not reply.applied and reply is not UNKNOWN:
+                first = reply.view
+                has_lost = first is not None  # a guard failed: others have won the race
+                losses += has_lost
+                if not (reply.applied or has_lost or reply is UNKNOWN):
                     # A lease has ended, and whoever renews it learns of that any moment.
                     yield Watch(whole(ranges), view.rev, "a lease that has ended", LEASE_LOOK_S)
     raise Contention(f"{what}", ATTEMPTS_MAX)

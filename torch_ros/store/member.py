@@ -120,7 +120,7 @@ Method = Callable[Concatenate[Member, A, ...], T]
 
 
 def keys(request: object) -> list[str]:
-    """The keys that a request reads and writes; nothing if it is about a lease."""
+    """The keys of a request, but not of one about a lease: for the message of a denied role."""
     match request:
         case Read():
             sent = _read(request)
@@ -128,8 +128,8 @@ def keys(request: object) -> list[str]:
             sent = _commit(request)
         case _:
             return []
-    ops = [getattr(op, op.WhichOneof("request")) for op in sent.success]
-    return [_text(one.key) for one in (*sent.compare, *ops)]
+    ops = [getattr(op, op.WhichOneof("request")) for op in sent.success]  # without `otherwise`
+    return [_text(one.key) for one in (*sent.compare, *ops)]  # of a range the first
 
 
 def largest(request: object) -> tuple[str, int]:
@@ -190,13 +190,11 @@ def _op(op: Op) -> Any:
             put = rpc.PutRequest(key=_raw(key), value=value, lease=lease_id)
             return rpc.RequestOp(request_put=put)
         case Delete(range_):
-            delete = rpc.DeleteRangeRequest(**_bounds(range_))
-            return rpc.RequestOp(request_delete_range=delete)
+            return rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(**_bounds(range_)))
         case Get(range_, keys_only):
             return _get(range_, keys_only=keys_only)
         case Count(range_):
-            count = rpc.RangeRequest(**_bounds(range_), count_only=True)
-            return rpc.RequestOp(request_range=count)
+            return rpc.RequestOp(request_range=rpc.RangeRequest(**_bounds(range_), count_only=True))
 
 
 def _get(range_: Range | Sample, *, keys_only: bool = False) -> Any:

@@ -63,9 +63,7 @@ def whole(ranges: Iterable[Range | Sample]) -> tuple[Range, ...]:
 
 
 class Unseen(Exception):
-    """A rule cannot decide from the samples that a view shows. It wants to see `more` in their
-    stead; if that is nothing, all of it.
-    """
+    """A rule cannot decide from samples: it wants to see `more` in their stead; if none, all."""
 
     def __init__(self, *more: Range | Sample) -> None:
         super().__init__(*more)

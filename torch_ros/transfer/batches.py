@@ -66,31 +66,29 @@ class Preparation:
         """Return the batches that fill the blocks `missing`, in order. The caller closes them."""
         target = self._target
         staged = {piece.target_chunk for supply in supplies for piece in supply.plan.staged}
-        # A staged piece is copied into a chunk as a whole, so the blocks of a chunk stay together.
-        leaders = np.arange(target.total)
+        # By block, the first of its group: a staged piece is copied into its chunk as a whole.
+        firsts = np.arange(target.total)
         for chunk in staged:
             start = target.starts[chunk]
-            leaders[start : start + target.counts[chunk]] = start
-        leaders = leaders[missing]
+            firsts[start : start + target.counts[chunk]] = start
+        firsts = firsts[missing]
         sizes = _block_bytes(target, self._memory)[missing]
         # Each source in turn has as many blocks as make a batch.
-        turns = _as_one(sum_before(sizes) // BATCH_BYTES % len(supplies), leaders)
+        turns = _as_one(sum_before(sizes) // BATCH_BYTES % len(supplies), firsts)
         batches: list[Batch] = []
         try:
             for index, supply in enumerate(supplies):
                 own = turns == index
                 if own.any():
-                    batches += self._from_one(index, supply, missing[own], leaders[own])
+                    batches += self._from_one(index, supply, missing[own], firsts[own])
         except BaseException:
             close_all(self._prepared)  # of all batches, also of one that is not whole yet
             raise
         # In order, as this rank tells its own readers of the blocks before the first missing one.
         return sorted(batches, key=lambda batch: int(batch.blocks[0]))
 
-    def _from_one(
-        self, index: int, supply: Supply, missing: Ints, leaders: Ints
-    ) -> Iterator[Batch]:
-        """Yield the batches of these blocks, all of one source; `leaders` as in `_as_one`."""
+    def _from_one(self, index: int, supply: Supply, missing: Ints, firsts: Ints) -> Iterator[Batch]:
+        """Yield the batches of these blocks, all of one source; `firsts` as in `_as_one`."""
         target, feed, staged = self._target, supply.feed, supply.plan.staged
         direct, block = _by_block(supply.plan.direct, target)
         chunk_of_piece = np.array([piece.target_chunk for piece in staged], np.int64)
@@ -101,7 +99,7 @@ class Preparation:
         is_near = self._peers.is_near([state.agent for state in feed.states])
         most = BATCH_BYTES if is_near else STEP_BYTES
         batch_of = np.full(target.total, -1, np.int64)  # -1: this block is not read
-        batch_of[missing] = _as_one(sum_before(bytes_of[missing]) // most, leaders)
+        batch_of[missing] = _as_one(sum_before(bytes_of[missing]) // most, firsts)
         # The blocks of a chunk with pieces are in one batch, as far as they are missing.
         batch_of_piece = np.maximum.reduceat(batch_of, target.starts)[chunk_of_piece]
         is_partly_there = np.minimum.reduceat(batch_of, target.starts)[chunk_of_piece] < 0
@@ -158,9 +156,9 @@ def _rows_by(numbers: Ints) -> Callable[[int], Ints]:
     return lambda number: rows[slice(*np.searchsorted(rising, [number, number + 1]))]
 
 
-def _as_one(values: Ints, leaders: Ints) -> Ints:
-    """Give blocks with the same leader, those of a chunk with staged pieces, the first's value."""
-    _, first, inverse = np.unique(leaders, return_index=True, return_inverse=True)
+def _as_one(values: Ints, firsts: Ints) -> Ints:
+    """Give blocks that stay together, which are equal in `firsts`, the value of the first one."""
+    _, first, inverse = np.unique(firsts, return_index=True, return_inverse=True)
     return values[first][inverse]
 
 

@@ -193,8 +193,7 @@ def _attend(
         if state.word.mark == mark and state.manifest is not None:
             return state
         if state.word.mark != mark and (source.is_full or state.word.mark):
-            what = f"rank {rank} does not serve it any more"
-            raise SourceLost(replica, what).orderly()
+            raise SourceLost(replica, f"rank {rank} does not serve it any more").orderly()
         if state.word.mark != mark:
             torn.reset()  # a relay that has not begun may change its mailbox
         elif torn.still_s > TORN_S:

@@ -159,8 +159,7 @@ class _Owners:
         self._found = list(self._now())
 
     def _now(self) -> Iterator[object]:
-        has = attrgetter("_parameters", "_buffers", "_modules")
-        for three in map(has, self._modules):
+        for three in map(attrgetter("_parameters", "_buffers", "_modules"), self._modules):
             for each in three:
                 yield from each.values()
                 yield from each.keys()  # a module may be renamed

@@ -278,11 +278,7 @@ class Peers:
             attached.add(descriptor)
 
     def _ask(
-        self,
-        where: Card | PeerState,
-        what: Asked,
-        deadline: Deadline,
-        still: Callable[[], None],
+        self, where: Card | PeerState, what: Asked, deadline: Deadline, still: Callable[[], None]
     ) -> bytes:
         """Read a part of the mailbox of a process that is connected."""
         key = agent, address = where.agent, where.mailbox_address

@@ -250,9 +250,7 @@ class ReadPass(Watcher):
         self._left: dict[Batch, int] = {}  # transfers of it that have not landed
 
     def perform(self, batches: Sequence[Batch]) -> None:
-        """Read the batches and count them, in order. A batch of staged pieces alone has nothing to
-        post: they are read while it is counted.
-        """
+        """Read and count the batches, in order. Staged pieces are read while theirs is counted."""
         self._judge.begins(batches)
         self._left = {batch: len(batch.transfers) for batch in batches}
         self._batch_of = {each: batch for batch in batches for each in batch.transfers}
@@ -280,8 +278,7 @@ class ReadPass(Watcher):
     def _post(self, batches: Sequence[Batch]) -> None:
         flight = sum(FLIGHT if source.is_near else STEPS_FLIGHT for source in self._sources)
         most = len(self._sources) * FLIGHT * TRANSFER_BYTES
-        transfers = _in_turns(batches)
-        perform(transfers, self._deadline, self, flight=flight, flight_bytes=most)
+        perform(_in_turns(batches), self._deadline, self, flight=flight, flight_bytes=most)
 
     def may_post(self, transfer: Transfer) -> bool:
         batch = self._batch_of[transfer]

@@ -93,10 +93,8 @@ def routes(
     for offset, piece in places:
         manifest = manifests[piece.source_rank]
         source = manifest.addresses[piece.source_chunk] + piece.source_offset_bytes
-        device = manifest.devices[piece.source_chunk]
-        route = Route(piece.source_rank, device, buffer.get_device())
-        span = (source, buffer.data_ptr() + offset, piece.size_bytes)
-        rows.setdefault(route, []).append(span)
+        route = Route(piece.source_rank, manifest.devices[piece.source_chunk], buffer.get_device())
+        rows.setdefault(route, []).append((source, buffer.data_ptr() + offset, piece.size_bytes))
     return {route: np.array(spans, np.uint64) for route, spans in rows.items()}
 
 

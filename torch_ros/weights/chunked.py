@@ -52,10 +52,7 @@ class Chunked(torch.Tensor):
     __torch_function__: Any = torch._C._disabled_torch_function_impl  # noqa: SLF001  # as DTensor
 
     def __new__(
-        cls,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        chunks: Mapping[Offsets, torch.Tensor],
+        cls, shape: Sequence[int], dtype: torch.dtype, chunks: Mapping[Offsets, torch.Tensor]
     ) -> Self:
         if not isinstance(dtype, torch.dtype):
             raise UsageError(f"Chunked: dtype={dtype!r}: expected a torch.dtype")

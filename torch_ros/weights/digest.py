@@ -174,23 +174,24 @@ def totals(
     """The digest of each whole tensor, from those of the chunks that ranks hold, by fqn.
 
     If several ranks have equal chunks, or objects, the lowest rank's counts. A tensor of which they
-    hold a part has none.
+    hold a part has none, also where chunks of that part overlap.
 
     Args:
         layouts: One per rank of the group, in rank order.
         chunks: Per rank, the digest of each chunk of its layout.
 
-    Raises: NotSupported: Chunks of a tensor overlap in part, so that their digests do not add up.
+    Raises: NotSupported: Chunks of a tensor have more elements than it: they overlap in part, so
+        that their digests do not add up.
     """
     parts: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], int]] = {}
     whole: dict[str, tuple[int, ...]] = {}
     for layout, digests in zip(layouts, chunks, strict=True):
-        on_lower = {record.fqn for record in layout.tensors if record.fqn in whole}
+        of_lower_ranks = set(whole)
         for record in layout.tensors:
             whole.setdefault(record.fqn, record.shape)
         for chunk, found in zip(layout.chunks, digests, strict=True):
             record = layout.tensors[chunk.tensor]
-            if record.dtype == OBJECT and record.fqn in on_lower:
+            if record.dtype == OBJECT and record.fqn in of_lower_ranks:
                 continue
             of_tensor = parts.setdefault(record.fqn, {})
             of_tensor.setdefault((chunk.offsets, chunk.sizes), found)
@@ -256,8 +257,7 @@ def _dot_on_device(content: torch.Tensor, weights: UInts) -> UInts:
     wide = content.to(torch.int64)
     wide &= 2 ** (8 * content.element_size()) - 1
     wide *= torch.from_numpy(weights.view(np.int64)).to(content.device)
-    sums = wide.sum(tuple(range(-weights.ndim, 0)))
-    return sums.cpu().numpy().view(np.uint64)
+    return wide.sum(tuple(range(-weights.ndim, 0))).cpu().numpy().view(np.uint64)
 
 
 def _parts(

@@ -172,6 +172,7 @@ def _one_of_equals(chunks: Chunks, target_rank: int) -> Chunks:
 
 def _intersections(offered: Chunks, wanted: Chunks) -> Pieces:
     """The boxes that target chunks share with chunks of `offered`, which is sorted by tensor."""
+    # Pair each target chunk with all source chunks of its tensor, whose rows follow each other.
     counts = np.bincount(offered.tensor, minlength=int(wanted.tensor.max(initial=-1)) + 1)
     target, ordinal = numbered(counts[wanted.tensor])
     source = sum_before(counts)[wanted.tensor[target]] + ordinal
@@ -230,8 +231,7 @@ def _cut(offered: Chunks, wanted: Chunks, pieces: Pieces, rows: Ints, targets: L
     """Cut the pieces of these target rows until none overlaps; the lowest rank's pieces win. A loop
     over boxes is fast enough: ranks seldom cut a tensor in different ways.
     """
-    order = np.lexsort((offered.rank[pieces.source], pieces.target))
-    pieces = pieces.take(order)
+    pieces = pieces.take(np.lexsort((offered.rank[pieces.source], pieces.target)))
     cut: list[tuple[int, int, Box]] = []
     for row in rows.tolist():
         left = [_box(wanted.offsets[row], wanted.sizes[row])]

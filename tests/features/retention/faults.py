@@ -12,7 +12,7 @@ from torch_ros.store import txn
 from torch_ros.store.loops import Wait
 from torch_ros.store.txn import Put
 
-fault("a copy forgets when its version was published", "copied")(edited(ops=without_moment))
+fault("a copy forgets when its version was published", "show_copy")(edited(ops=without_moment))
 
 
 fault("the last copy is not kept", "keeping")(
@@ -70,7 +70,7 @@ def _(keeping):
     return lambda view, keys, ref, dropped: keeping(view, keys, ref, nobody(dropped))
 
 
-@instead("a copy is offered before all ranks have theirs", "copied")
+@instead("a copy is offered before all ranks have theirs", "show_copy")
 def _(rule, view, seat, **kwargs):
     step = rule(view, seat, **kwargs)
     if isinstance(step, Wait):
@@ -79,7 +79,9 @@ def _(rule, view, seat, **kwargs):
 
 
 fault(
-    "a copy is offered behind the back of who ends its group", "copied", scenario="copied meanwhile"
+    "a copy is offered behind the back of who ends its group",
+    "show_copy",
+    scenario="copied meanwhile",
 )(edited(ops=lambda op: None if isinstance(op, Put) and "/decisions/" in op.key else op))
 
 
@@ -138,7 +140,7 @@ for optional in ("no memory", "no memory for a copy"):
 
     @instead(
         f"a peer's want of memory for a copy{is_needed} is not heard of",
-        "copied",
+        "show_copy",
         scenario=optional,
     )
     def _(rule, view, seat, **kwargs):

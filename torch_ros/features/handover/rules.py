@@ -12,7 +12,7 @@ from torch_ros.protocol import keys as k
 from torch_ros.protocol.keeping import GivenUp, Keeper, Keeping
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.legible import keyed, nobody, readable
-from torch_ros.protocol.membership import records_of
+from torch_ros.protocol.membership import to_delete
 from torch_ros.protocol.records import GroupRecord, Holding, Ready, ShardRecord, VersionRef
 from torch_ros.protocol.seat import Seat, calls_of, own_group
 from torch_ros.protocol.unpublish import wake
@@ -243,7 +243,7 @@ def _moved(
             stays = msgspec.structs.replace(held, is_original=False)
             ops.append(Put(each.lingers, stays.encode(), lease_id))
     # Also what a peer alone still offers: it may take a copy back that this rank has let go.
-    ops += [*map(Delete, seat.own), *records_of(view, keys, seat.inst)]
+    ops += [*map(Delete, seat.own), *to_delete(view, keys, seat.inst)]
     ops.append(Delete(keys.readies(seat.inst, CLOSING)))
     ops.append(Delete(keys.seen_of(seat.replica)))
     same = (seat.group, seat.decisions, *(each.held for each in there))

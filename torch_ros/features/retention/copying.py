@@ -146,7 +146,7 @@ class CopiedPart:
     at_ms: int = 0  # now
 
 
-def copied(view: View, seat: Seat, kept: Kept, part: CopiedPart) -> Step[bool]:
+def show_copy(view: View, seat: Seat, kept: Kept, part: CopiedPart) -> Step[bool]:
     """Show this rank's part of the copy; the last rank to do so offers the copy.
 
     True: it is offered. False: it is of no use, and this rank's part is shown no more.
@@ -164,7 +164,8 @@ def copied(view: View, seat: Seat, kept: Kept, part: CopiedPart) -> Step[bool]:
         return Act(gone, lambda _: False) if view.get(own) else Done(value=False)
     if view.get(own) is None:
         put = Put(own, part.shard.encode(), seat.lease_id)
-        return Act(Txn((view.unchanged(seat.group), view.unchanged(own)), (put,)), None)
+        guards = (view.unchanged(seat.group), view.unchanged(own))
+        return Act(Txn(guards, (put,)), None)  # then look who else shows a part
     if missing:
         reason = f"{missing} of {seat.world_size} ranks have not copied version {ref.version}"
         return Wait(reason, (*seat.own, keys.shards(copy), *releasing_ranges(seat, ref, copy)))
@@ -199,7 +200,7 @@ def _is_of_no_use(
     """Whether a copy that is not offered never will be: its parts would hold memory for nothing.
 
     Args:
-        is_whole: Whether all ranks show their parts.
+        is_whole: Whether all ranks show their parts: such a copy is offered again, needed or not.
     """
     record = VersionRecord.at(view, seat.keys.version(ref.run, ref.version))
     if record is not None and record.uid != ref.uid:  # the number stands for another content
@@ -221,8 +222,8 @@ def _is_of_no_use(
 
 
 def copying(seat: Seat, kept: Kept, part: CopiedPart) -> Steps[bool]:
-    """`copied`, to its end."""
-    rule, copy = partial(copied, seat=seat, kept=kept, part=part), part.copy
+    """`show_copy`, to its end."""
+    rule, copy = partial(show_copy, seat=seat, kept=kept, part=part), part.copy
     ranges = (*seat.own, *releasing_ranges(seat, kept.ref, copy), seat.keys.shards(copy))
     return settle("copy", ranges, rule)
 

@@ -138,6 +138,8 @@ def _guards_if_unnamed(
     staying, doubtful = _held_versions(view, keys, datacenter)
     newest_first = sorted({*staying, ref}, key=lambda r: r.order, reverse=True)
     newest_run = [r for r in newest_first if r.run == newest_first[0].run]
+    if ref in newest_run and any(spec.absolute == ref.version for spec in specs):
+        return None
     # A number means the newest run's version, too: while there is such a run, not this older one.
     deepest = max((s.back for s in specs if s.absolute in (None, ref.version)), default=-1)
     above = newest_run[: 1 + deepest]  # one that goes would make each below it one newer
@@ -147,12 +149,10 @@ def _guards_if_unnamed(
     # The doubtful ones may stay or go: `ref` is `latest-<k>` for some k from fewest to most.
     fewest_newer = newest_run.index(ref)
     most_newer = fewest_newer + sum(r.run == ref.run and r.order > ref.order for r in doubtful)
-    for spec in specs:
-        is_latest_k = spec.absolute is None and fewest_newer <= spec.back <= most_newer
-        if is_latest_k or spec.absolute == ref.version:
-            return None
+    if any(s.absolute is None and fewest_newer <= s.back <= most_newer for s in specs):
+        return None
     if most_newer < deepest:  # newer versions that come would make it `latest-<k>`
-        guards += [NoneNewer(r, view.rev) for r in _newer_versions(view, keys, ref, datacenter)]
+        guards += [NoneNewer(r, view.rev) for r in _ranges_of_newer(view, keys, ref, datacenter)]
     return guards
 
 
@@ -181,11 +181,13 @@ def _held_versions(
     return staying, doubtful - staying.keys()
 
 
-def _newer_versions(view: View, keys: Keys, ref: VersionRef, datacenter: str | None) -> list[Range]:
+def _ranges_of_newer(
+    view: View, keys: Keys, ref: VersionRef, datacenter: str | None
+) -> list[Range]:
     """The ranges in which something changes when a newer version of its run comes to be held.
 
-    Of one datacenter, whose holdings have a range for each version: those of all versions that have
-    a record; and the records, since one comes with each further version.
+    In one datacenter there is a range for each version: those of all that have a record, and the
+    records themselves, since one comes with each further version.
     """
     if datacenter is None:
         return [Range(keys.holdings_of(ref.run, ref.version).end, keys.holdings(ref.run).end)]
