@@ -6,12 +6,13 @@ import threading
 import time
 from collections import Counter
 from contextlib import suppress
+from types import SimpleNamespace
 
 import going_on
 import pytest
 import torch
 from going_on import WAIT_S, go_on, on_all, publisher
-from kit import until
+from kit import inside, until
 
 import torch_ros
 from torch_ros.errors import (
@@ -79,6 +80,27 @@ def test_an_update_waits_until_there_is_something_newer(opened, pool, replica, u
     go_on(trainer, 2)
     assert [one.result(WAIT_S) for one in each] == [True, True]
     assert [handle.version for handle in replica] == [2, 2]
+
+
+def test_an_update_begins_to_wait_when_no_other_call_is_made_any_more(opened, monkeypatch):
+    now_s, wait_s, left_s = [0.0], 2.0**-6, []
+    rollout = opened("rollout", {"w": torch.zeros(8)})
+    shard, looks = inside(rollout), flow.LookingOut.looks
+    busy = shard.busy
+
+    def after_another(call, **options):
+        now_s[0] += 1  # for so long the other call was made
+        return busy(call, **options)
+
+    def noting(self):
+        looks(self)
+        left_s.append(self._left_s)
+
+    monkeypatch.setattr(flow, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(shard, "busy", after_another)
+    monkeypatch.setattr(flow.LookingOut, "looks", noting)
+    assert rollout.update(wait_s=wait_s) is False
+    assert {*left_s} == {wait_s}
 
 
 def test_a_call_that_waited_has_its_time_for_the_rest(opened, pool, until_waiting):

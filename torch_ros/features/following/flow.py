@@ -115,14 +115,17 @@ def update(shard: Shard, request: UpdateRequest, wait_s: float) -> VersionRef | 
     With a `wait_s`: when it is, or when there is one, if nothing is held.
     """
     waits = not isinstance(wait_s, int | float) or wait_s > 0
-    what, lookout = Asked.of("update", request.version, waits=waits), Lookout(wait_s)
+    lookout: Lookout | None = None
 
     def flow(deadline: Deadline) -> VersionRef | None:
+        nonlocal lookout
         arguments.seconds("wait_s", wait_s)
-        if waits:
-            return _update_within(shard, request, lookout)
-        return update_at_once(shard, request, deadline)
+        if not waits:
+            return update_at_once(shard, request, deadline)
+        lookout = lookout or Lookout(wait_s)  # counted from here on: no other call is under way
+        return _update_within(shard, request, lookout)
 
+    what = Asked.of("update", request.version, waits=waits)
     return collectively(shard, what, flow, request.timeout_s)
 
 
