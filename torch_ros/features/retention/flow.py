@@ -116,8 +116,8 @@ def must_copy(ledger: Ledger, retained: frozenset[Spec] | None) -> int | None:
         kept, unfinished = ledger.holds, ledger.unfinished
         if ledger.standing.state != "away" or kept is None or ledger.seat.spot:
             return None
-        was_shown = unfinished is not None and unfinished.life in life.WAS_READY
-        if ledger.held is None and not (was_shown and kept.layout):
+        was_ready = unfinished is not None and unfinished.life in life.WAS_READY
+        if ledger.held is None and not (was_ready and kept.layout):
             return None  # nobody was told of it, or it may be a part
         own = [Wish.parse(text).spec for text in ledger.seat.keeper.retain]
         if retained is not None and not any(
