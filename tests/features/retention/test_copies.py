@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -54,27 +55,63 @@ def test_dtypes_that_torch_cannot_copy_are_put_aside_for_who_retains_them(opened
     assert torch.equal(got, expected)
 
 
+class Interrupted(BaseException):
+    """Ctrl-C."""
+
+
+def no_thread_for(monkeypatch, what, error):
+    """Let no thread of that name start."""
+    start = threading.Thread.start
+
+    def start_others(thread):
+        if what in thread.name:
+            raise error
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_others)
+
+
 @only_memory
-def test_a_copy_without_a_thread_is_offered_by_the_next_call_and_a_close_waits_for_none(
-    opened, monkeypatch
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), Interrupted()])
+def test_a_copy_without_a_thread_is_kept_by_the_next_call_and_a_close_waits_for_none(
+    opened, monkeypatch, caplog, error
 ):
     trainer = holding(opened("trainer", retain=("latest",)), torch.ones(9))
     trainer.publish(1)
-
-    def start(_):
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as without:
-        without.setattr(host_copies.threading.Thread, "start", start)
-        with pytest.raises(RuntimeError, match="thread"):
-            trainer.unpublish()
+    no_thread_for(monkeypatch, "keeps 1", error)
+    with suppress(Interrupted):
+        trainer.unpublish()
     copies = copies_of(trainer)
     assert len(copies) == 1
-    assert not copies._threads
+    is_said = "the copy of version 1 has no thread" in caplog.text
+    assert is_said == isinstance(error, RuntimeError)
+    monkeypatch.undo()
     copies.keep()
     assert holding(opened("rollout"), torch.zeros(9)).replicate() == 1
     until(lambda: not copies)
     trainer.close()
+
+
+@only_memory
+def test_a_handle_whose_copy_has_no_thread_can_be_closed(opened, monkeypatch):
+    trainer = holding(opened("trainer", retain=("latest",), linger_s=0), torch.ones(9))
+    trainer.publish(1)
+    no_thread_for(monkeypatch, "keeps 1", Interrupted())
+    with pytest.raises(Interrupted):
+        trainer.unpublish()
+    trainer.close()
+    assert not copies_of(trainer)
+
+
+@only_memory
+def test_a_copy_without_a_thread_leaves_the_others_theirs(opened, monkeypatch):
+    trainer = holding(opened("trainer", retain=("1", "2")), torch.ones(9))
+    no_thread_for(monkeypatch, "keeps 1", RuntimeError("can't start new thread"))
+    for version in (1, 2):
+        trainer.publish(version)
+        trainer.unpublish()
+    assert len(copies_of(trainer)) == 2
+    assert {t.name for t in threading.enumerate()} >= {"torch_ros keeps 2"}
 
 
 @only_memory

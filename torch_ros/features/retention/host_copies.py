@@ -146,26 +146,32 @@ class Copies:
         return self._copies[number].mailbox
 
     def keep(self) -> None:
-        """Offer each copy, in a thread of its own, for as long as it is needed; then free it."""
+        """Offer each copy, in a thread of its own, for as long as it is needed; then free it.
+
+        Where none is to be had, or Ctrl-C comes before it starts, the next unpublish tries again.
+        """
+        self._threads = {n: each for n, each in self._threads.items() if each.is_alive()}
         for number, copy in list(self._copies.items()):
-            if number not in self._threads:
-                name = f"torch_ros keeps {copy.kept.ref.version}"
-                args = (number, self._group.seat)
-                thread = threading.Thread(target=self._keep, args=args, name=name, daemon=True)
-                self._threads[number] = thread
-                try:
-                    thread.start()
-                except RuntimeError:  # no thread to be had: the next call tries again
-                    del self._threads[number]
-                    raise
+            if number in self._threads:
+                continue
+            version, args = copy.kept.ref.version, (number, self._group.seat)
+            name = f"torch_ros keeps {version}"
+            thread = threading.Thread(target=self._keep, args=args, name=name, daemon=True)
+            self._threads[number] = thread  # before it starts: none is there that is not known
+            try:
+                thread.start()
+            except RuntimeError as error:
+                text = "the copy of version %d has no thread until the next unpublish: %s"
+                log.warning(text, version, error)
 
     def close(self) -> None:
         """Let go of all of them, once the group is closed and before the transport is.
 
         A thread that is inside NIXL when the interpreter ends takes the process down with it.
         """
-        for thread in list(self._threads.values()):
-            thread.join(CLOSE_S)
+        for thread in self._threads.values():
+            if thread.is_alive():
+                thread.join(CLOSE_S)
         while self._copies:
             self._copies.popitem()[1].close()
 
@@ -200,4 +206,3 @@ class Copies:
         del self._copies[number]
         copy.close()
         log.info("the copy of version %d in host memory is released", version)
-        del self._threads[number]
