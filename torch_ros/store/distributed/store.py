@@ -110,7 +110,8 @@ class EtcdStore(Store):
             that waits for a key raises DistStoreError after it, any other DistNetworkError when
             etcd has not answered. Negative: no limit.
         ttl_s: How long keys stay without any client. The first client's counts.
-        keep: A key of this client has no lease: it stays until it is deleted.
+        keep: A key of this client has no lease: it stays until it is deleted. Where a client ends
+            while it writes more than 1 MiB, so do pieces that no key names (`StoreKeys.blobs`).
 
     Raises:
         UsageError: An argument is not as above.
