@@ -21,9 +21,9 @@ def default_handle(purpose: Purpose) -> ShardHandle:
     """This process's own handle for saving, or for loading; opened at the first use.
 
     Two, so that a trainer that resumes with dcp.load goes on serving what it loaded until it
-    unpublishes that, and publishes beside it. Collective at the first use. Closed at exit; after
-    a `close` of yours the next use opens another one. One that was fenced goes on saying so until
-    you close it, on all ranks alike.
+    unpublishes that, and publishes beside it. Collective at the first use, in the same order on
+    all ranks if both are used. Closed at exit; after a `close` the next use opens another one.
+    One that was fenced goes on saying so until you close it, on all ranks alike.
 
     The environment names the store and the model: TORCH_ROS_ENDPOINT (else "local") and
     TORCH_ROS_MODEL (else "default"). TORCH_ROS_REPLICA names the replica, with "-save" or
