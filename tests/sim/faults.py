@@ -1145,6 +1145,22 @@ def _(enter, self, call):
         raise
 
 
+@instead(
+    "a rank that is struck while it skips a call refuses that one",
+    "GroupCall._enter",
+    scenario="struck while it skips",
+)
+def _(enter, self, call):
+    first = self._ledger.first
+    try:
+        enter(self, call)
+    except call_module.Missed:
+        raise
+    except BaseException:
+        self._ledger.first = first
+        raise
+
+
 @instead("a missed unpublish is another call", "meet", scenario="unpublished alone")
 def _(meet, call, *args, **options):
     met = meet(call, *args, **options)

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+from unittest.mock import patch
+
 from checks import demand, never
-from replicas import Process
-from scenes import SCENES, Scene, meet, publish, replicate, scenes_of, unpublish
+from replicas import Process, Struck
+from scenes import (
+    SCENES,
+    Scene,
+    _has_call,
+    meet,
+    publish,
+    puts,
+    replicate,
+    scenes_of,
+    strike,
+    unpublish,
+)
 
 from torch_ros.errors import DeadlineExceeded, TorchRosError, UsageError
 from torch_ros.protocol.records import Asked
 from torch_ros.protocol.seat import KNOWN_KEPT
+from torch_ros.shard.word import OwnWord
 
 SOON_S = 20.0  # the world is a slow one
 LONG_S = 200.0
-
-
-class Struck(Exception):
-    """Ctrl-C."""
 
 
 def _train(me: Process) -> None:
@@ -173,6 +185,79 @@ def gives_up_first(scene: Scene) -> None:
 
     scene.start("t", train, size=1)
     scene.play(2, r=read)
+
+
+def struck_while_it_skips(scene: Scene) -> None:
+    """I6: Ctrl-C on a rank, as it skips a call of its peer's, ends its own call for the peer."""
+    learns_first, waits_already = scene.seed % 2, scene.seed % 4 > 1
+    skip = OwnWord.skip
+
+    def struck(word: OwnWord, learn: Callable[[], None]) -> None:
+        is_victim = "skips" not in scene.reached
+        if is_victim:
+            scene.reach("skips", until="next" if waits_already else ())
+        if learns_first or not is_victim:
+            skip(word, learn)
+        if is_victim:
+            strike()
+
+    def train(me: Process) -> None:
+        if me.rank == 1:
+            with suppress(DeadlineExceeded):
+                publish(me, 3, timeout_s=2)
+                demand(False, "I7: it is offered without one rank")
+            scene.reach("failed", until="skips" if waits_already else "struck")
+            _publish_for_nothing(scene, me)
+        else:
+            scene.until("failed")
+            with suppress(Struck):
+                publish(me, 9)
+                demand(False, f"{me} was not struck")
+            scene.reach("struck")
+        _is_in_step(me)
+
+    with patch.object(OwnWord, "skip", struck):
+        scene.play(2, t=train)
+
+
+def struck_while_it_ends_a_step(scene: Scene) -> None:
+    """I6: as above, in place of a skip: as it ends the step of a peer that is one behind."""
+
+    def train(me: Process) -> None:
+        if me.rank == 1:
+            with suppress(TorchRosError):
+                publish(me, 8)
+                demand(False, "I7: it is offered without one rank")
+            scene.until("struck")
+            _publish_for_nothing(scene, me)
+        else:
+            scene.when(lambda: _has_call("t", scene, Asked("publish", 8)), "a peer that waits")
+            scene.hold("ends it", me, puts("/decisions/"), strike, is_reply=True)
+            with suppress(Struck):
+                publish(me, 9)
+                demand(False, f"{me} was not struck")
+            scene.reach("struck")
+        _is_in_step(me)
+
+    scene.play(2, t=train)
+
+
+def _publish_for_nothing(scene: Scene, me: Process) -> None:
+    """Publish 9, of which the other rank's call was interrupted."""
+    scene.reach("next")
+    began_s = scene.now_s
+    with suppress(TorchRosError):
+        publish(me, 9, timeout_s=LONG_S)
+        demand(False, "I7: it is offered without one rank")
+    took_s = scene.now_s - began_s
+    demand(took_s < SOON_S, f"I6: its peer was interrupted, and {me} waited for {took_s:.0f} s")
+
+
+def _is_in_step(me: Process) -> None:
+    meet(me, "goes on")
+    with never(TorchRosError, f"I3: {me} is out of step, and is told"):
+        publish(me, 10, timeout_s=LONG_S)
+    meet(me, "is done")
 
 
 SCENES |= scenes_of(__name__)

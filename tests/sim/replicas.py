@@ -150,6 +150,7 @@ class Process:
         self.handle = None
         self.task: Task | None = None
         self.made = 0  # tasks
+        self.is_called = False  # its program has called it, and may be interrupted
         self.loaded: int | None = None  # by the last load
         self.engine: int | None = None  # the content that it uses; None: a mixture
         self.heard: set[str] = set()  # replicas that it has waited for
@@ -318,7 +319,7 @@ class Process:
 
     def _attempt(self, task: Task) -> Exception | None:
         world, began_s, hindered_s = self.world, self.world.now_s, self.hindered_s
-        error = None
+        error, self.is_called = None, True
         try:
             answer = getattr(self, task.kind)(task)
             world.tell(self, f"{task.kind} {task.version} -> {answer}")
@@ -334,6 +335,11 @@ class Process:
             world.saw(f"{task.kind}: {type(failed).__name__}")
             world.checks.withdrew(self)
             error = failed
+        except Struck:  # its program catches that, and goes on
+            world.tell(self, f"{task.kind} {task.version} is interrupted")
+            world.checks.withdrew(self)
+        finally:
+            self.is_called = False
         took_s = world.now_s - began_s - (self.hindered_s - hindered_s)
         world.checks.took(self, task, took_s)
         if task.kind not in {"unpublish", "idle", "stream"}:
@@ -560,7 +566,7 @@ class Process:
         before = self.engine
         try:
             self.installed(task.version, task.timeout_s, pause_s=pause_s, fails=fails)
-        except (Breaks, TorchRosError) as error:
+        except (Breaks, Struck, TorchRosError) as error:
             self.engine = before  # its owner puts the old weights back, by hand
             self.world.checks.uses(self)
             if not isinstance(error, Breaks):

@@ -74,7 +74,7 @@ class Scene(World):
     def _populate(self) -> None:
         self.rates = dict.fromkeys(self.rates, 0.0)
         self.step_s, self.haste, self.read_s = 0.001, 0.0, 0.0
-        self.steps_of_trouble = 1_000_000
+        self.steps_of_trouble, self.struck_share = 1_000_000, 0.0
         self.many = (32, 8, 8)
         self.is_judged = self.is_compared = self.makes_deltas = False
         self.shapes = self.shape

@@ -26,7 +26,7 @@ import numpy as np
 import wires
 from buckets import READ_S, URL, ModelBucket
 from checks import Broken, Checks
-from replicas import BLOCK_CELLS, CONTENT, PROBE, RELEASE_S, TTL_S, Process, Start, Task
+from replicas import BLOCK_CELLS, CONTENT, PROBE, RELEASE_S, TTL_S, Process, Start, Struck, Task
 from schedule import Scheduler
 from stores import Connection, Store, wakes
 from story import short
@@ -48,6 +48,7 @@ from torch_ros.features.tracing import spans as tracing
 from torch_ros.protocol import group, sources, versions
 from torch_ros.protocol.keys import Keys, parse_holding
 from torch_ros.protocol.records import Call, Record
+from torch_ros.shard.word import OwnWord
 from torch_ros.store import loops, run, session, txn
 from torch_ros.store.txn import Watch
 from torch_ros.transfer import reading
@@ -130,6 +131,7 @@ EVENTS = (
     "streamed",
     "some left out",
     "stepped aside",
+    "struck while it skips",
     "unpublish: DeadlineExceeded",
     "unpublished with a copy",
     "update: CallAborted",
@@ -230,6 +232,7 @@ class World(Scheduler):
         self.many = rng.choice([*4 * [(32, 8, 8)], (2, 1, 2), (1, 1, 1)])
         self.makes_deltas = seed % 15 in MAKE_DELTAS
         self.is_hasty, self.stray_share = False, 0.0
+        self.struck_share = Random(f"{seed}/struck").choice([0.0, 0.0, 0.5])  # of calls skipped
         if self.makes_deltas:
             self._expect_deltas(Random(f"{seed}/deltas"))
         if seed % 5 == ARCHIVED:
@@ -525,6 +528,11 @@ class World(Scheduler):
         kinds = {"lose": 0.25, "lose reply": 0.3, "late": 0.1}
         return next((kind for kind, p in kinds.items() if self._strikes(kind, p)), "")
 
+    def is_struck(self, draw: Random) -> bool:
+        """Whether Ctrl-C comes to a process that skips a call: within a call of its program."""
+        is_called = self.current.process.is_called and not self.is_calm
+        return is_called and draw.random() < self.struck_share
+
     def about_to_lock(self) -> None:
         self.pause("is about to lock")
 
@@ -725,6 +733,16 @@ class World(Scheduler):
                 world.saw("a stray write to what is held")
             scatter(read, staged)
 
+        skip, strikes = OwnWord.skip, Random(f"{self.seed}/strikes")
+
+        def struck_skip(word, learn):
+            is_struck = world.is_struck(strikes)
+            if not is_struck or strikes.random() < 0.5:
+                skip(word, learn)
+            if is_struck:
+                world.saw("struck while it skips")
+                raise Struck
+
         def slow_void(mailbox):
             world.pause("is about to void what it says")
             void(mailbox)
@@ -809,6 +827,7 @@ class World(Scheduler):
             stack.enter_context(patch.object(Loan, "__init__", loan))
             stack.enter_context(patch.object(Mailbox, "serve", slow_serve))
             stack.enter_context(patch.object(Mailbox, "void", slow_void))
+            stack.enter_context(patch.object(OwnWord, "skip", struck_skip))
             stack.enter_context(patch.object(group.Group, "_surprised", not_survived))
             logging.disable(logging.CRITICAL)
             stack.callback(logging.disable, logging.NOTSET)
