@@ -399,8 +399,8 @@ class Load(Target):
         try:
             read = Replication(shard, spec, self, self._deadline, terms)
             ref = read_and_heal(shard, asked, read)
-            shard.read_ends(ref, self._deadline)
             has_read = True
+            shard.read_ends(ref, self._deadline)
             return read.report
         finally:
             self.ends(has_read=has_read)

@@ -22,6 +22,7 @@ from torch_ros.errors import (
 )
 from torch_ros.features.reading.reads import Given
 from torch_ros.shard.checkpoint import LoadRequest
+from torch_ros.shard.seams import Feature
 from torch_ros.shard.verification import Verification
 
 endpoint = pytest.fixture(kit.store)  # in memory, where nothing else is said
@@ -385,6 +386,25 @@ def test_there_is_nothing_to_serve_unless_it_was_read_and_nothing_has_come_since
         engine.read(1, {"w": torch.zeros(1)})
     engine.serve()
     assert trainer.list() == {1: {"trainer", "engine"}}
+
+
+class Interrupted(BaseException):
+    """Ctrl-C."""
+
+
+class InterruptsEnds(Feature):
+    def read_ends(self, ref, call):
+        raise Interrupted
+
+
+def test_a_read_that_was_interrupted_when_all_had_come_can_be_served(opened):
+    publisher(opened)
+    engine, interrupts = opened("engine"), InterruptsEnds()
+    inside(engine).attach(interrupts)
+    with pytest.raises(Interrupted):
+        engine.read(1, zeros())
+    inside(engine).features.remove(interrupts)
+    assert engine.serve() == 1
 
 
 def test_a_part_is_not_served_and_what_it_lacks_is_named(opened):
