@@ -510,7 +510,7 @@ class Load(Target):
         """Show what was checked, or what is planned anew where the source has other layouts."""
         checked, pinned = self._checked, self._pinned.layouts if self._pinned else ()
         # By identity: while a source shows the same layout, `Peers` gives the same object.
-        is_as_checked = all(a is b for a, b in zip(layouts, pinned, strict=False))
+        is_as_checked = bool(pinned) and all(a is b for a, b in zip(layouts, pinned, strict=False))
         if checked is not None and is_as_checked:
             return self._shard.tensors.show(checked.state)
         state = self._request.destination.fill(layouts)

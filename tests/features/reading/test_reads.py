@@ -407,6 +407,25 @@ def test_a_read_that_was_interrupted_when_all_had_come_can_be_served(opened):
     assert engine.serve() == 1
 
 
+def test_a_load_of_tensors_that_were_checked_before_is_planned_for_what_it_finds(opened):
+    """Without the version that they were checked for: it may be another one by now."""
+    publisher(opened)
+    engine, planned = opened("engine"), []
+
+    class Noting(Given):
+        def fill(self, layouts):
+            planned.append(layouts)
+            return super().fill(layouts)
+
+    into = Noting(inside(engine).tensors, zeros())
+    request = LoadRequest(1, None, into)
+    target = engine.checkpoints.check(request)
+    planned.clear()
+    engine.checkpoints.load(replace(request, target=target))
+    assert len(planned) == 1
+    assert engine.version == 1
+
+
 def test_a_part_is_not_served_and_what_it_lacks_is_named(opened):
     publisher(opened)
     engine, _ = reader(opened, names=["w", "b"])
