@@ -25,6 +25,7 @@ ARROWS = {  # folder -> what it may import besides itself, the ground and the st
     "weights": {"torch", "numpy", "msgspec"},
     "codec": {"weights", "torch", "numpy", "msgspec"},
     "p2p": {"numpy", "msgspec"},
+    "channels": {"p2p", "numpy", "msgspec"},
     "transfer": {"weights", "p2p", "torch", "numpy", "msgspec"},
     "shard": {"store", "protocol", "weights", "p2p", "transfer", "torch"},
     "features": set(),
@@ -69,6 +70,7 @@ ARROWS = {  # folder -> what it may import besides itself, the ground and the st
 }
 ON_THE_GROUND = {"errors", "printable", "numpy"}  # what the ground's modules may import
 FEATURE = {
+    "channels",
     "store",
     "protocol",
     "weights",
@@ -90,6 +92,7 @@ LAZY = {  # what a file starts when it is asked to, and does not stand on
 }
 DOORS = {
     "argcomplete": "cli/completing.py",
+    "cryptography": "channels/meeting.py",
     "pyetcd": "store/member.py",
     "grpc": "store/etcd.py",
     "huggingface_hub": "bucket/hub.py",
