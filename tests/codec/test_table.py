@@ -19,9 +19,9 @@ from torch_ros.codec.table import (
     DeltaEntry,
     DeltaHead,
     DeltaTable,
-    digest_of,
     padded,
 )
+from torch_ros.digests import digest_of
 from torch_ros.errors import CorruptDelta
 from torch_ros.weights.local import WORDS, build, local_chunks
 from torch_ros.weights.manifest import ChunkRecord, Layout, TensorRecord

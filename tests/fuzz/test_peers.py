@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from kit import inside
 
 import torch_ros
+from torch_ros.digests import digest_of
 from torch_ros.errors import CorruptWeights, SourceLost, TorchRosError
 from torch_ros.protocol import reaching
 from torch_ros.spans import Region
 from torch_ros.transfer import feed
 from torch_ros.transfer.card import MAILBOX_BYTES, Notice
-from torch_ros.transfer.card import digest as digest_of
 from torch_ros.weights.manifest import Manifest
 
 TIMES = int(os.environ.get("TORCH_ROS_FUZZ", "1"))

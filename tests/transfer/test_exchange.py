@@ -123,7 +123,7 @@ def test_a_manifest_that_ctrl_c_left_half_written_is_written_again(monkeypatch):
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:
-            patched.setattr(mailbox_module, "digest", pressed)
+            patched.setattr(mailbox_module, "digest_of", pressed)
             with pytest.raises(KeyboardInterrupt):
                 trainer.publish(3)
         trainer.unpublish()

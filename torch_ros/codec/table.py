@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Annotated, NamedTuple, Self, TypeVar
 
 import msgspec
@@ -25,6 +24,7 @@ from torch_ros.codec.delta import (
     between,
     require_index,
 )
+from torch_ros.digests import DIGEST_BYTES, digest_of
 from torch_ros.errors import CorruptDelta
 from torch_ros.weights.columns import Ints
 from torch_ros.weights.manifest import OBJECT, Layout, item_bytes
@@ -34,8 +34,8 @@ TABLE_BYTES = 4096
 ALIGNMENT_BYTES = 16  # of the widest element: what lands is aligned as it was
 ENTRIES_MAX = 16  # below 130 bytes each, with uids as they are
 
-_LENGTH_BYTES, _DIGEST_BYTES = 8, 16
-_START = _LENGTH_BYTES + _DIGEST_BYTES
+_LENGTH_BYTES = 8
+_START = _LENGTH_BYTES + DIGEST_BYTES
 _ROW_BYTES = 16  # of an index
 _GAP_TYPES = {1: np.uint8, 2: np.uint16}
 
@@ -43,7 +43,7 @@ Size = TypeVar("Size", int, Ints)
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 _Padded = Annotated[int, msgspec.Meta(ge=0, le=2**62, multiple_of=ALIGNMENT_BYTES)]
-_Digest = Annotated[bytes, msgspec.Meta(min_length=_DIGEST_BYTES, max_length=_DIGEST_BYTES)]
+_Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 
 
 def padded(size_bytes: Size) -> Size:
@@ -278,10 +278,6 @@ _HEAD = "the head of a delta"
 
 _tables = msgspec.msgpack.Decoder(DeltaTable)
 _heads = msgspec.msgpack.Decoder(_Head)
-
-
-def digest_of(content: bytes) -> bytes:
-    return blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
 def _require(holds: bool, expected: str, found: str) -> None:

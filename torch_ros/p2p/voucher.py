@@ -10,7 +10,6 @@ import os
 import stat
 import threading
 from collections.abc import Iterable
-from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
@@ -41,10 +40,6 @@ class _Content(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 class Unproven(Exception):
     """The process does not vouch for it; why."""
-
-
-def digest(descriptor: bytes) -> bytes:
-    return blake2b(descriptor, digest_size=16).digest()
 
 
 class LetGo(Unproven):

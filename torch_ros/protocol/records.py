@@ -10,12 +10,12 @@ import re
 import shlex
 import zlib
 from collections.abc import Iterable, Mapping
-from hashlib import blake2b
 from typing import Annotated, Literal, NamedTuple, Self, TypeVar
 
 import msgspec
 
 from torch_ros import errors
+from torch_ros.digests import digest_of
 from torch_ros.errors import BackendError, TorchRosError
 from torch_ros.store.txn import View
 
@@ -343,7 +343,7 @@ class Said(NamedTuple):
 def answers_of(said: Mapping[int, str]) -> str:
     """The digest of what the ranks of a group said in a call, by rank."""
     rows = [said[rank] for rank in sorted(said)]
-    return blake2b(msgspec.msgpack.encode(rows), digest_size=16).hexdigest()
+    return digest_of(msgspec.msgpack.encode(rows)).hex()
 
 
 class Outcome(Record, frozen=True):

@@ -6,9 +6,10 @@ Card, mailbox and manifest: docs/protocol/wire.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import msgspec
+
+from torch_ros.digests import digest_of
 
 MAILBOX_BYTES = 4096
 WORD_BYTES = 8
@@ -58,9 +59,4 @@ class Notice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     def pack(self) -> bytes:
         """Return the notice as it stands in a mailbox behind the word: length, digest, content."""
         notice = msgspec.msgpack.encode(self)
-        return len(notice).to_bytes(8, "little") + digest(notice) + notice
-
-
-def digest(content: bytes | memoryview) -> bytes:
-    """Return the 16 bytes by which a reader knows that `content` is complete."""
-    return blake2b(content, digest_size=16).digest()
+        return len(notice).to_bytes(8, "little") + digest_of(notice) + notice

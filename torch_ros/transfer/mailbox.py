@@ -23,18 +23,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from torch_ros.digests import digest_of
 from torch_ros.p2p.lasting import LastingMemory
 from torch_ros.p2p.transport import Registration, Transport
 from torch_ros.spans import Region
-from torch_ros.transfer.card import (
-    MAILBOX_BYTES,
-    RATE_BYTES,
-    WORD_BYTES,
-    Card,
-    Notice,
-    Word,
-    digest,
-)
+from torch_ros.transfer.card import MAILBOX_BYTES, RATE_BYTES, WORD_BYTES, Card, Notice, Word
 from torch_ros.weights.manifest import Depth, Layout, Manifest
 
 MANIFESTS_KEPT = 2  # two buffers may be published in turn: then nothing is registered anew
@@ -68,7 +61,7 @@ class _ManifestBuffer:
         self.manifest = manifest
         buffer = self.memory.bytes
         buffer[: len(content)] = np.frombuffer(content, np.uint8)
-        where = buffer.ctypes.data, len(content), digest(content)
+        where = buffer.ctypes.data, len(content), digest_of(content)
         self.notice = Notice(*where, self.registration.descriptor).pack()
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from torch_ros.costs import HOST_COSTS, Costs
 from torch_ros.deadline import Deadline
+from torch_ros.digests import digest_of
 from torch_ros.errors import SourceLost, TorchRosError, TransferFailed, UsageError
 from torch_ros.p2p.transport import Peer, Transfer, Transport
 from torch_ros.spans import HOST, Spans
@@ -29,7 +30,6 @@ from torch_ros.transfer.card import (
     Card,
     Notice,
     Word,
-    digest,
 )
 from torch_ros.transfer.mailbox import MANIFESTS_KEPT, region_of
 from torch_ros.transfer.posting import POLL_S, Watcher, close_all, parts, perform
@@ -159,7 +159,7 @@ class Peers:
         box = self._ask(where, "whole", deadline, still)
         length = int.from_bytes(box[WORD_BYTES : 2 * WORD_BYTES], "little")
         content = box[HEADER_BYTES : HEADER_BYTES + length]
-        if length == 0 or digest(content) != box[2 * WORD_BYTES : HEADER_BYTES]:
+        if length == 0 or digest_of(content) != box[2 * WORD_BYTES : HEADER_BYTES]:
             problem = "its mailbox does not fit its digest" if length else "it shows no tensors"
             return PeerState(*mailbox, word, None, problem)
         with _believing(where.agent, "its notice"):
@@ -304,7 +304,7 @@ class Peers:
         known = self._manifests.setdefault(peer.agent, {})
         if notice.digest not in known:
             content = self._read_bytes(peer, notice, deadline, still)
-            if digest(content) != notice.digest:
+            if digest_of(content) != notice.digest:
                 return None
             with _believing(peer.agent, "its manifest"):
                 decoded = Manifest.decode(content)

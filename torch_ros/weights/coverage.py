@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from hashlib import blake2b
 
 import msgspec
 
+from torch_ros.digests import digest_of
 from torch_ros.errors import ManifestMismatch, UsageError
 from torch_ros.weights.local import packed
 from torch_ros.weights.manifest import (
@@ -46,7 +46,7 @@ def sharding(layout: Layout) -> Sharding:
         or any(sizes == record.shape for _, sizes in held)
         for record, held in zip(layout.tensors, boxes, strict=True)
     )
-    return Sharding(blake2b(msgspec.msgpack.encode(rows), digest_size=16).hexdigest(), is_whole)
+    return Sharding(digest_of(msgspec.msgpack.encode(rows)).hex(), is_whole)
 
 
 def require_whole(layouts: Sequence[Layout]) -> None:

@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from hashlib import blake2b
 from itertools import chain
 from typing import Annotated, Literal, NamedTuple
 
@@ -19,6 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
+from torch_ros.digests import digest_of
 from torch_ros.errors import ManifestMismatch
 from torch_ros.printable import some
 from torch_ros.spans import HOST
@@ -139,7 +139,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     @cached_property
     def digest(self) -> str:
         """Equal for equal layouts; 32 hexadecimal digits."""
-        return _digest(msgspec.msgpack.encode(self))
+        return digest_of(msgspec.msgpack.encode(self)).hex()
 
     def part(self, chosen: Sequence[int], *, is_objects: bool) -> Layout:
         """The chunks of these numbers, all of them objects or all tensors, and the records of every
@@ -266,7 +266,7 @@ class Logical(dict[str, LogicalTensor]):
             for fqn, (dtype, shape) in sorted(self.items())
         ]
         sizes = [math.prod(shape) * item_bytes(dt) for dt, shape in self.values() if dt != OBJECT]
-        return f"{_digest(msgspec.msgpack.encode(rows))}/{len(sizes)}/{sum(sizes)}"
+        return f"{digest_of(msgspec.msgpack.encode(rows)).hex()}/{len(sizes)}/{sum(sizes)}"
 
 
 def logical(layouts: Sequence[Layout]) -> Logical:
@@ -333,10 +333,6 @@ def _logical(layouts: tuple[Layout, ...]) -> Logical:
 
 
 _manifests = msgspec.msgpack.Decoder(Manifest)
-
-
-def _digest(content: bytes) -> str:
-    return blake2b(content, digest_size=16).hexdigest()
 
 
 def _padded(rows: Sequence[tuple[int, ...]], width: int, fill: int) -> Ints:

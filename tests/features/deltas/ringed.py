@@ -25,9 +25,9 @@ from torch_ros.codec.table import (
     DeltaEntry,
     DeltaHead,
     DeltaTable,
-    digest_of,
     padded,
 )
+from torch_ros.digests import digest_of
 from torch_ros.features.deltas import reading as delta_reading
 from torch_ros.shard.checkpoint import SaveRequest
 from torch_ros.transfer.registered import LocalState

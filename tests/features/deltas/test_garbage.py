@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import torch_ros
-from torch_ros.codec.table import TABLE_BYTES, digest_of
+from torch_ros.codec.table import TABLE_BYTES
+from torch_ros.digests import digest_of
 from torch_ros.errors import CorruptWeights, SourceLost
 from torch_ros.features.deltas.making import Ring
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from features.shortcuts.steps import pair_of
 
+from torch_ros.digests import digest_of
 from torch_ros.errors import TransferFailed
 from torch_ros.features.shortcuts import cma
 from torch_ros.features.shortcuts.transport import ShortcutTransfer, ShortcutTransport
@@ -107,7 +108,7 @@ def naming(descriptor, address, process=None):
 
 
 def content_for(agent, pid, started, *descriptors):
-    said = (agent, pid, started, [voucher.digest(each) for each in descriptors])
+    said = (agent, pid, started, [digest_of(each) for each in descriptors])
     return msgspec.msgpack.encode(said)
 
 

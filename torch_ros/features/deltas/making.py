@@ -17,14 +17,8 @@ import torch
 
 from torch_ros.allocation import allocating
 from torch_ros.codec.delta import Changed, compare, encode
-from torch_ros.codec.table import (
-    TABLE_BYTES,
-    DeltaEntry,
-    DeltaHead,
-    DeltaTable,
-    digest_of,
-    padded,
-)
+from torch_ros.codec.table import TABLE_BYTES, DeltaEntry, DeltaHead, DeltaTable, padded
+from torch_ros.digests import digest_of
 from torch_ros.p2p.lasting import LastingMemory
 from torch_ros.printable import log_of
 from torch_ros.transfer.posting import POLL_S

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_ros.costs import HOST_COSTS, Costs
+from torch_ros.digests import digest_of
 from torch_ros.errors import ClosedError, TransferFailed
 from torch_ros.features.shortcuts import cma
 from torch_ros.features.shortcuts.copying import CopyThreads, SharedCopy, copy
@@ -27,7 +28,7 @@ from torch_ros.features.shortcuts.mapped import MappedMemory, Mapping
 from torch_ros.p2p import shared
 from torch_ros.p2p.regions import Cover, Uint64s, merge, room
 from torch_ros.p2p.transport import Peer, Registration, Transfer, Transport
-from torch_ros.p2p.voucher import LetGo, Neighbour, Process, Unproven, Voucher, digest
+from torch_ros.p2p.voucher import LetGo, Neighbour, Process, Unproven, Voucher
 from torch_ros.printable import log_of
 from torch_ros.spans import HOST, Region, Spans
 
@@ -196,7 +197,7 @@ class ShortcutPeer:
             self.mapped.forget(starts, ends)  # whatever was there, trusted or not, is another's now
             if is_here and len(starts) and self in self.transport.peers:
                 try:
-                    self._trust(said.process, digest(descriptor), starts, ends)
+                    self._trust(said.process, digest_of(descriptor), starts, ends)
                 except Unproven as error:
                     self._refuse(error)
 
@@ -415,7 +416,7 @@ class ShortcutTransport:
         if self._voucher is None:
             return
         try:
-            self._voucher.show(digest(each.descriptor) for each in self.registrations)
+            self._voucher.show(digest_of(each.descriptor) for each in self.registrations)
         except OSError as error:
             reason = "peers on this host read it through NIXL, which is slower"
             log.warning("the voucher of agent %s is lost (%s); %s", self.agent, error, reason)
@@ -437,7 +438,7 @@ class ShortcutTransport:
             raise Unproven("it is in this very process")
         process = Neighbour(agent, said.process)
         try:
-            if digest(descriptor) not in process.vouched():
+            if digest_of(descriptor) not in process.vouched():
                 raise LetGo(f"process {said.process.pid} does not vouch for its mailbox")
         except BaseException:
             process.close()
