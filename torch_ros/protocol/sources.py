@@ -99,8 +99,7 @@ def _holdings_and_readers(seat: Seat, ref: VersionRef) -> tuple[Range, Range]:
 
 def choice_ranges(seat: Seat, ref: VersionRef) -> Ranges:
     """As `source_ranges`, in the transaction that makes the own holding, which is the newest."""
-    here = seat.keys.holdings_in(ref.run, ref.version, seat.datacenter)
-    return (*source_ranges(seat, ref), *_newest_and_oldest(here))
+    return (*source_ranges(seat, ref), *_newest_and_oldest(near_range(seat, ref)))
 
 
 def _newest_and_oldest(here: Range) -> tuple[Sample, Sample]:
@@ -112,6 +111,17 @@ def seen_holdings(view: View, seat: Seat, ref: VersionRef) -> Seen:
     """The holdings of a number that are in view, with the revisions that created them."""
     found = legible.holdings(view.seen(seat.keys.holdings_of(ref.run, ref.version)))
     return {where.inst: (holding, entry.create_rev) for _, where, holding, entry in found}
+
+
+def near_range(seat: Seat, ref: VersionRef) -> Range:
+    """The holdings of that version in the own datacenter."""
+    return seat.keys.holdings_in(ref.run, ref.version, seat.datacenter)
+
+
+def seen_near(view: View, seat: Seat, ref: VersionRef) -> dict[str, Holding]:
+    """The holdings of this content in the own datacenter, as far as they were seen."""
+    found = legible.holdings(view.seen(near_range(seat, ref)))
+    return {where.inst: holding for _, where, holding, _ in found if holding.uid == ref.uid}
 
 
 def shows_whole(view: View, seat: Seat, ref: VersionRef) -> bool:
@@ -196,7 +206,7 @@ def _neighbours(
     The next ones born `before` this replica, and the oldest: where all take the next older one,
     each is read by few, and the oldest are full.
     """
-    here = seat.keys.holdings_in(ref.run, ref.version, seat.datacenter)
+    here = near_range(seat, ref)
     newest, oldest = _newest_and_oldest(here)
     next_older = newest if before == EVER else Sample(here, NEIGHBOURS, before=before)
     held_here = {i: born for i, (it, born) in holdings.items() if not distance(it.datacenter, seat)}

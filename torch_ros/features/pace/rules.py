@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 
 from torch_ros.protocol import keys as k
-from torch_ros.protocol import legible, sources
+from torch_ros.protocol import sources
 from torch_ros.protocol.records import Call, Holding, Reader, VersionRef, extended, extension
 from torch_ros.protocol.seat import (
     Leaves,
@@ -17,7 +17,7 @@ from torch_ros.protocol.seat import (
     holding_put,
     version_read,
 )
-from torch_ros.protocol.sources import EVER, Source, is_relaying, suspects
+from torch_ros.protocol.sources import EVER, Source, is_relaying, seen_near, suspects
 from torch_ros.store.loops import Act, Done, Step
 from torch_ros.store.txn import Put, Txn, View
 
@@ -152,21 +152,13 @@ def _near(view: View, seat: Seat, ref: VersionRef) -> list[Holding]:
     """Those that are seen here and could be read from."""
     return [
         holding
-        for inst, holding in _here(view, seat, ref).items()
+        for inst, holding in seen_near(view, seat, ref).items()
         if inst != seat.inst and (holding.state == "full" or is_relaying(holding))
     ]
 
 
 def _filling(view: View, seat: Seat, ref: VersionRef) -> tuple[int, int]:
     """How many of those that are seen to fill here are relays, and how many are not."""
-    fill = [held.is_relay for held in _here(view, seat, ref).values() if held.state == "filling"]
+    near = seen_near(view, seat, ref).values()
+    fill = [held.is_relay for held in near if held.state == "filling"]
     return fill.count(True), fill.count(False)
-
-
-def _here(view: View, seat: Seat, ref: VersionRef) -> dict[str, Holding]:
-    there = view.seen(seat.keys.holdings_in(ref.run, ref.version, seat.datacenter))
-    return {
-        where.inst: holding
-        for _, where, holding, _ in legible.holdings(there)
-        if holding.uid == ref.uid
-    }

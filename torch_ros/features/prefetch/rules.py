@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.records import Holding, VersionRef
 from torch_ros.protocol.seat import Seat
-from torch_ros.protocol.sources import NEIGHBOURS, seen_holdings
+from torch_ros.protocol.sources import NEIGHBOURS, near_range, seen_holdings
 from torch_ros.protocol.versions import Spec, first_holders, newer
 from torch_ros.store.loops import Done, Step
 from torch_ros.store.txn import Sample, Unseen, View
@@ -33,8 +33,7 @@ def oldest_original(view: View, seat: Seat, spec: Spec, held: VersionRef) -> Ste
     if offer is None or offer.ref.uid == held.uid:
         return Done(None)
     ref = offer.ref
-    there = seat.keys.holdings_in(ref.run, ref.version, seat.datacenter)
-    oldest = Sample(there, NEIGHBOURS, is_oldest=True)
+    oldest = Sample(near_range(seat, ref), NEIGHBOURS, is_oldest=True)
     if not view.has(oldest):
         raise Unseen(oldest, first_holders(seat.keys, ref.run, ref.version))
     found = (

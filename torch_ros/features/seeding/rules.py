@@ -6,11 +6,12 @@ from dataclasses import dataclass
 import msgspec
 
 from torch_ros.errors import UsageError, VersionNotFound
-from torch_ros.protocol import calls, legible
+from torch_ros.protocol import calls
 from torch_ros.protocol import keys as k
 from torch_ros.protocol.policy import Next
 from torch_ros.protocol.records import Call, Holding, VersionRef
 from torch_ros.protocol.seat import Seat, own_group
+from torch_ros.protocol.sources import near_range, seen_near
 from torch_ros.protocol.versions import (
     HOLDERS_MAX,
     Spec,
@@ -69,7 +70,7 @@ def next_version(view: View, seat: Seat, spec: Spec, held: VersionRef, skipping:
     offer = newer(view, keys, spec, held)
     if offer is None:
         return Next()
-    there = {ref: _near(view, seat, ref) for ref in newer_refs(view, keys, held, offer.ref)}
+    there = {ref: seen_near(view, seat, ref) for ref in newer_refs(view, keys, held, offer.ref)}
     for ref, near in there.items():
         if any(holding.state == "full" for holding in near.values()):
             return Next(ref)
@@ -92,24 +93,9 @@ def _next_from_afar(
     return Next(coming[0]) if skipping.has_waited else Next(said=COMING)
 
 
-def _near(view: View, seat: Seat, ref: VersionRef) -> dict[str, Holding]:
-    """The holdings of this content in the own datacenter, as far as they were seen."""
-    found = view.seen(near_range(seat, ref))
-    return {
-        where.inst: holding
-        for _, where, holding, _ in legible.holdings(found)
-        if holding.uid == ref.uid
-    }
-
-
 def newer_near(view: View, seat: Seat, held: VersionRef) -> Ranges:
     """The holdings in the own datacenter of the versions that a replica might go to."""
     return tuple(near_range(seat, ref) for ref in newer_refs(view, seat.keys, held))
-
-
-def near_range(seat: Seat, ref: VersionRef) -> Range:
-    """The holdings of that version in the own datacenter."""
-    return seat.keys.holdings_in(ref.run, ref.version, seat.datacenter)
 
 
 def _first(seat: Seat, ref: VersionRef) -> Sample:
@@ -143,7 +129,7 @@ def fetch(view: View, seat: Seat, call: Call, wanted: VersionRef) -> Step[Call]:
     here = near_range(seat, wanted)
     if not view.shows(here):
         raise Unseen(*_of_holdings(view, seat), here)
-    near = _near(view, seat, wanted)
+    near = seen_near(view, seat, wanted)
     if _is_fetching(near) or any(holding.state == "full" for holding in near.values()):
         return calls.nothing(view, seat, call)
     step = calls.announce_filling(view, seat, call, spec, is_relay=True)
@@ -171,7 +157,7 @@ def await_spare(view: View, seat: Seat, ref: VersionRef) -> Step[None]:
     if not all(map(view.shows, ranges)):
         raise Unseen(Sample(seat.keys.holdings(), 1), *ranges)
     for each in refs:
-        for inst, holding in _near(view, seat, each).items():
+        for inst, holding in seen_near(view, seat, each).items():
             if holding.state == "full" and (each != ref or not is_forerunner(inst)):
                 return Done(None)
     return Wait("", (one(seat.group), seat.keys.versions(), *ranges))
