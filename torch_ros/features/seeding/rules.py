@@ -11,7 +11,7 @@ from torch_ros.protocol import keys as k
 from torch_ros.protocol.policy import Next
 from torch_ros.protocol.records import Call, Holding, VersionRef
 from torch_ros.protocol.seat import Seat, own_group
-from torch_ros.protocol.sources import near_range, seen_near
+from torch_ros.protocol.sources import is_relaying, near_range, seen_near
 from torch_ros.protocol.versions import (
     HOLDERS_MAX,
     Spec,
@@ -87,7 +87,7 @@ def _next_from_afar(
         return Next()
     if skipping.may_fetch is not None:
         return Next(newest, FETCHED) if skipping.may_fetch else Next()
-    coming = [ref for ref, near in there.items() if any(map(_is_relayed, near.values()))]
+    coming = [ref for ref, near in there.items() if any(map(is_relaying, near.values()))]
     if not coming:
         return Next(newest)
     return Next(coming[0]) if skipping.has_waited else Next(said=COMING)
@@ -110,10 +110,6 @@ def _of_holdings(view: View, seat: Seat) -> list[Range | Sample]:
 
 def _is_fetching(near: Mapping[str, Holding]) -> bool:
     return any(h.state == "filling" and is_forerunner(inst) for inst, h in near.items())
-
-
-def _is_relayed(holding: Holding) -> bool:
-    return holding.state == "filling" and holding.is_relay
 
 
 def fetch(view: View, seat: Seat, call: Call, wanted: VersionRef) -> Step[Call]:
