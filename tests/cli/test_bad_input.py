@@ -176,12 +176,13 @@ def test_a_version_that_is_gone_is_usage_and_one_that_does_not_come_is_not_fine(
 ):
     more = {"pull": [str(tmp_path / "o")], "verify": [], "diff": ["latest"]}[command]
     said = []
-    for number in ("0", "9"):
+    for number in ("0", "9", "9" * 20):
         arguments = [command, fleet[1], number, *more, "--timeout", "0.2"]
         said.append((main.main(["--endpoint", fleet[0], *arguments]), capsys.readouterr().err))
-    assert [code for code, _ in said] == [2, 1]
+    assert [code for code, _ in said] == [2, 1, 2]
     assert "no readable version 0" in said[0][1]
     assert "version 9 is not published yet" in said[1][1]
+    assert f"{'9' * 20}: expected 0 <= version <= {2**63 - 1}" in said[2][1]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import argparse
 import logging
 import math
 import os
-import re
 import socket
 import threading
 import time
@@ -39,7 +38,7 @@ from torch_ros.errors import BackendError, StoreUnavailable, UsageError
 from torch_ros.face.progress import Bar
 from torch_ros.printable import log_of, printable, some
 from torch_ros.protocol.records import VersionRef
-from torch_ros.protocol.versions import Spec
+from torch_ros.protocol.versions import Spec, as_spec
 from torch_ros.store.endpoint import located
 
 LOOK_S = 1.0  # between two looks at who has it
@@ -91,7 +90,7 @@ def _stay(
 def pull(asked: argparse.Namespace, out: TextIO) -> None:
     """Write a version to a folder that is there when all of it is on disk."""
     with opened(asked, None, "pull") as handle, made_whole(asked.folder) as folder:
-        contents = handle.contents(as_version(asked.number), timeout_s=asked.timeout)
+        contents = handle.contents(as_spec(asked.number), timeout_s=asked.timeout)
         tensors = selected(contents, asked.select)
         with bar(f"version {contents.version}") as progress:
             write = write_safetensors if asked.format == "safetensors" else write_dcp
@@ -134,7 +133,7 @@ def diff(asked: argparse.Namespace) -> Compared:
         _require_version(asked.other)
     with opened(asked, None, "diff") as handle:
         texts = [asked.one] if is_on_disk else [asked.one, asked.other]
-        versions = list(map(as_version, texts))
+        versions = list(map(as_spec, texts))
         refs = asking.resolved(located(asked.endpoint), asked.model, versions, asked.timeout)
         sides = [_readable(handle, ref, asked) for ref in refs]
         one, other = [*sides, _on_disk(Path(asked.other))] if is_on_disk else sides
@@ -181,14 +180,9 @@ def _on_disk(checkpoint: Path) -> _Side:
 
 def _require_version(text: str) -> None:
     try:
-        Spec.parse(as_version(text))
+        Spec.parse(as_spec(text))
     except UsageError as error:
         raise UsageError(f"{text!r} is no file or folder that is there; {error}") from error
-
-
-def as_version(text: str) -> int | str:
-    """As handles take it, who refuse what is neither a number nor "latest-<k>"."""
-    return int(text) if re.fullmatch("[0-9]{1,19}", text) else text
 
 
 @contextmanager

@@ -20,9 +20,10 @@ from torch_ros.checkpoints.compared import (
 )
 from torch_ros.checkpoints.mapped import mapped
 from torch_ros.checkpoints.written import BUFFER_BYTES, BUFFER_S, require_same
-from torch_ros.cli.moving import as_version, opened
+from torch_ros.cli.moving import opened
 from torch_ros.errors import NotAvailable, SourceLost, UsageError, VersionNotFound
 from torch_ros.printable import some
+from torch_ros.protocol.versions import as_spec
 
 PUBLISHED = "(as published)"
 SAMPLED_OF = 64  # one tensor of so many is looked at, unless all are
@@ -74,7 +75,7 @@ def verify(asked: argparse.Namespace) -> Verified:
     if disk:
         mapped(asked.against)  # a folder that is none is said before a version is waited for
     with opened(asked, None, "verify", spot=True) as handle:
-        contents = handle.contents(as_version(asked.number), timeout_s=asked.timeout)
+        contents = handle.contents(as_spec(asked.number), timeout_s=asked.timeout)
         holders = _holders(handle, contents, asked.replica, is_alone=bool(disk))
         names = _sample(list(contents.tensors), is_full=asked.full)
         odd, found = list[Difference](), dict[str, Digests]()

@@ -48,6 +48,12 @@ class Spec:
         return f"latest-{self.back}" if self.back else "latest"
 
 
+def as_spec(text: str) -> int | str:
+    """A text as `Spec.parse` takes it: "7" is the number 7."""
+    # One digit more than a version may have, so that the error names the bound.
+    return int(text) if re.fullmatch("[0-9]{1,20}", text) else text
+
+
 def check_version(version: object) -> int:
     if isinstance(version, bool) or not isinstance(version, int):
         raise UsageError(f"version {version!r}: expected an int, found {type(version).__name__}")

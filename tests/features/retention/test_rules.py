@@ -3,7 +3,8 @@
 import pytest
 
 from torch_ros.deadline import Deadline
-from torch_ros.features.retention.rules import keeping, keeping_ranges
+from torch_ros.errors import UsageError
+from torch_ros.features.retention.rules import Wish, keeping, keeping_ranges
 from torch_ros.memory.store import MemoryKV
 from torch_ros.protocol import records
 from torch_ros.protocol.keeping import GivenUp
@@ -39,3 +40,9 @@ def test_an_older_runs_copy_goes_only_while_a_newer_run_is_held(spec):
     assert not keep.is_needed  # "5" means a version of the newest run, which has none
     assert kv.commit(Txn(ops=(Delete(one(holdings["two"])),)), timeout_s=1).applied
     assert not kv.commit(Txn(keep.guards, (Delete(one(holdings["one"])),)), timeout_s=1).applied
+
+
+@pytest.mark.parametrize("where", ["", "@here"])
+def test_a_wish_for_a_number_that_is_too_great_is_told_the_bound(where):
+    with pytest.raises(UsageError, match=f"expected 0 <= version <= {2**63 - 1}"):
+        Wish.parse("9" * 20 + where)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.legible import readable, say
 from torch_ros.protocol.records import GroupRecord, Holding, RetainRecord, VersionRef
 from torch_ros.protocol.sources import suspects
-from torch_ros.protocol.versions import Spec, number_of, run_numbers, spec_ranges
+from torch_ros.protocol.versions import Spec, as_spec, number_of, run_numbers, spec_ranges
 from torch_ros.store.txn import Entry, Guard, NoneNewer, Range, Ranges, Sample, Unseen, View, sample
 
 HERE = "@here"  # behind a spec: in the datacenter of who says so
@@ -194,11 +193,6 @@ def _ranges_of_newer(
     records = keys.versions_above(ref.run, ref.version)
     known = [number for _, (_, number), _ in legible.keyed(view.within(records), k.parse_version)]
     return [records, *(keys.holdings_in(ref.run, number, datacenter) for number in known)]
-
-
-def as_spec(text: str) -> int | str:
-    """A text as `Spec.parse` takes it: "7" is the number 7."""
-    return int(text) if re.fullmatch("[0-9]{1,20}", text) else text
 
 
 def retentions(found: Iterable[tuple[str, Entry]]) -> Iterator[Spec]:
