@@ -10,7 +10,7 @@ from kit import inside, published
 
 from torch_ros.cli import clearing, main
 from torch_ros.cli.leftovers import clearing as first_of
-from torch_ros.cli.leftovers import leftover_ranges, leftovers
+from torch_ros.cli.leftovers import leftovers
 from torch_ros.fleet import life
 from torch_ros.protocol import schema
 from torch_ros.protocol.keys import EVERY_MODEL, Keys
@@ -135,7 +135,7 @@ def test_a_model_of_another_release_is_left_alone(opened, asked, store):
 
 def look(store, model):
     keys = Keys(model)
-    return leftovers(store.read(Read(leftover_ranges(keys)), timeout_s=5), keys)
+    return leftovers(store.read(Read((keys.all(),)), timeout_s=5), keys)
 
 
 @pytest.mark.parametrize("endpoint", ["memory"], indirect=True)
@@ -191,12 +191,12 @@ def test_who_opens_after_a_look_of_before_puts_the_schema_again(opened, store):
     trainer = opened("trainer")
     trainer.close()
     keys = Keys(trainer.model)
-    view = store.read(Read(leftover_ranges(keys)), timeout_s=5)
+    view = store.read(Read((keys.all(),)), timeout_s=5)
     ops, guards = schema.put_own(view, keys)
     assert (ops, guards) == ((), (Created(keys.schema(), view.entries[keys.schema()].create_rev),))
     clearing.clear(store, trainer.model)
     assert not store.commit(Txn(guards), timeout_s=5).applied
-    ops, _ = schema.put_own(store.read(Read(leftover_ranges(keys)), timeout_s=5), keys)
+    ops, _ = schema.put_own(store.read(Read((keys.all(),)), timeout_s=5), keys)
     assert [op.key for op in ops] == [keys.schema()]
 
 

@@ -22,7 +22,7 @@ from random import Random
 from replicas import Process
 from scenes import Scene, publish, replicate
 
-from torch_ros.cli.waits import Why, wait_ranges, why
+from torch_ros.cli.waits import Why, why
 from torch_ros.errors import StoreUnavailable, TorchRosError
 from torch_ros.protocol.keys import Keys, parse_model
 from torch_ros.protocol.records import SchemaRecord, VersionRecord
@@ -400,7 +400,7 @@ def ask(scene: Blamed, question: Question) -> tuple[bool, str]:
     try:
         if scene.down_until_s > scene.now_s:
             raise StoreUnavailable("sim://", 1.0, "it is away")
-        view = scene.store.read(Read(wait_ranges(scene.keys)))
+        view = scene.store.read(Read((scene.keys.all(),)))
     except StoreUnavailable:
         return True, "etcd"  # the command says so, and where it looked
     found = why(view, scene.keys, question.replica, question.version)

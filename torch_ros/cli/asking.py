@@ -8,7 +8,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 
 from torch_ros.cli import waits
-from torch_ros.cli.waits import Blamed, Why, wait_ranges
+from torch_ros.cli.waits import Blamed, Why
 from torch_ros.deadline import Deadline, wall_ms
 from torch_ros.errors import AccessDenied, BackendError, ClosedError, UsageError
 from torch_ros.fleet import seen
@@ -152,7 +152,7 @@ def why(kv: KV, model: str, replica: str, version: int | None) -> Why:
         UsageError: There is no such model or replica; names the one that may be meant.
     """
     there, keys = fleet_of(kv, model).replicas, Keys(model)
-    view = _open_still(kv.read(Read(wait_ranges(keys)), timeout_s=ANSWER_S), keys)
+    view = _open_still(kv.read(Read((keys.all(),)), timeout_s=ANSWER_S), keys)
     sat = seen.all_of(view, keys)
     names = sorted({*there, *(name for name, _ in sat)})
     if replica not in names:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from torch_ros.cli import asking
-from torch_ros.cli.leftovers import Leftover, clearing, leftover_ranges, leftovers
+from torch_ros.cli.leftovers import Leftover, clearing, leftovers
 from torch_ros.deadline import wall_ms
 from torch_ros.errors import Contention
 from torch_ros.protocol.keys import Keys
@@ -17,7 +17,7 @@ LOST_MAX = 64  # races with those who are alive
 
 def found(kv: KV, model: str) -> Sequence[Leftover]:
     keys = Keys(model)
-    view = kv.read(Read(leftover_ranges(keys)), timeout_s=asking.ANSWER_S)
+    view = kv.read(Read((keys.all(),)), timeout_s=asking.ANSWER_S)
     return leftovers(view, keys, _may_go)
 
 

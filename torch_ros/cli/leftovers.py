@@ -10,7 +10,7 @@ from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.legible import nobody
 from torch_ros.protocol.records import GroupRecord, RunRecord, SeenRecord, VersionRecord
 from torch_ros.protocol.schema import require_own
-from torch_ros.store.txn import Delete, Empty, Guard, NoneNewer, Ranges, Txn, View, one
+from torch_ros.store.txn import Delete, Empty, Guard, NoneNewer, Txn, View, one
 
 CLEARED_MAX = 30  # keys in one transaction, which has up to four guards for each: etcd takes 128
 
@@ -24,14 +24,10 @@ class Leftover:
     guards: tuple[Guard, ...]
 
 
-def leftover_ranges(keys: Keys) -> Ranges:
-    return (keys.all(),)
-
-
 def leftovers(
     view: View, keys: Keys, may_go: Callable[[SeenRecord], bool] = lambda _: False
 ) -> Sequence[Leftover]:
-    """From a view of `leftover_ranges`.
+    """From a view of all records of the model.
 
     Args:
         may_go: Whether nobody needs to look for a process any more that has lost its seat.

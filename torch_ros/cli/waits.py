@@ -28,14 +28,9 @@ from torch_ros.protocol.records import (
 )
 from torch_ros.protocol.seat import decisions_at
 from torch_ros.protocol.sources import suspects
-from torch_ros.store.txn import Ranges, View, under
+from torch_ros.store.txn import View
 
 Kind = Literal["process", "gone", "version", "cycle", "nothing"]
-
-
-def wait_ranges(keys: Keys) -> Ranges:
-    """All records of the model."""
-    return (under(f"{keys.root}/"),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +101,7 @@ def why(
     """The reason for which a replica does not get on.
 
     Args:
-        view: A view of `wait_ranges`.
+        view: A view of all records of the model.
         version: The one that it should have; None: the newest that can be read.
         now_ms: The wall clock; 0: no age is told.
     """
