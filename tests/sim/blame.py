@@ -95,9 +95,13 @@ def quickly(me: Process) -> None:
     replicate(me, timeout_s=FOR_EVER_S)
 
 
+def culprit(found: Why) -> str:
+    return found.hops[-1].replica
+
+
 def blames(replica: str) -> Callable[[Why], bool]:
     """All of it, whatever its state: nothing else tells which rank."""
-    return lambda found: found.culprit == replica and found.kind in {"process", "gone"}
+    return lambda found: culprit(found) == replica and found.kind in {"process", "gone"}
 
 
 def was_here(found: Why) -> bool:
@@ -109,7 +113,7 @@ def was_here(found: Why) -> bool:
 
 def only(replica: str, rank: int) -> Callable[[Why], bool]:
     return lambda found: (
-        found.culprit == replica and [each.rank for each in found.processes] == [rank]
+        culprit(found) == replica and [each.rank for each in found.processes] == [rank]
     )
 
 
@@ -170,7 +174,7 @@ def other_call(scene: Blamed) -> Question:
     def is_right(found: Why) -> bool:
         """Nobody but itself knows who is right: one of two that differ is that rank."""
         ranks = {each.rank for each in found.processes}
-        return found.culprit == "r" and other in ranks and "different calls" in found.hops[-1].text
+        return culprit(found) == "r" and other in ranks and "different calls" in found.hops[-1].text
 
     return Question("r", is_right)
 
@@ -313,7 +317,7 @@ def copy_waits(scene: Blamed) -> Question:
     if is_read:
         scene.start("r", lambda me: calmly(me, read), size=size)
         return Question("t", only("r", slow), look_s=4.0)
-    return Question("t", lambda found: (found.kind, found.culprit) == ("version", "t"))
+    return Question("t", lambda found: (found.kind, culprit(found)) == ("version", "t"))
 
 
 def install_not_entered(scene: Blamed) -> Question:
@@ -370,7 +374,7 @@ def trainer_is_silent(scene: Blamed) -> Question:
 
     def is_right(found: Why) -> bool:
         ranks = [each.rank for each in found.processes if each.is_seated and each.replica == "t"]
-        return (found.kind, found.culprit, ranks) == ("nothing", "t", list(range(size)))
+        return (found.kind, culprit(found), ranks) == ("nothing", "t", list(range(size)))
 
     return Question("r", is_right)
 

@@ -77,11 +77,6 @@ class Why:
     kind: Kind
     processes: tuple[Blamed, ...] = ()
 
-    @property
-    def culprit(self) -> str:
-        """The last replica."""
-        return self.hops[-1].replica
-
 
 @dataclass(frozen=True, slots=True)
 class _Found:
