@@ -7,6 +7,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "torch_ros"
 GROUND = {
     "allocation",
+    "boxes",
     "digests",
     "errors",
     "printable",

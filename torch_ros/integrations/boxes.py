@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
+from torch_ros.boxes import Box, Offsets, common, outside
+
 PAIRS_MAX = 4096  # of one copy; above, landing box by box gains nothing
 FRAMES_MAX = 4096  # kept
 
-Offsets = tuple[int, ...]
-Box = tuple[Offsets, Offsets]  # where it begins, and its sizes
 Steps = list[tuple[int, int, int]]  # of a copy: size, stride at the source, stride at the target
 
 
@@ -190,30 +190,6 @@ def _run(frame: Frame, index: Offsets, step: int, size: int) -> tuple[int, int]:
     if extent % jump or index[dim] >= jump or not 1 < lap < size:
         return 1, 1
     return size // lap * lap, lap
-
-
-def common(one: Box, other: Box) -> Box | None:
-    """The box that two have in common."""
-    offsets = tuple(map(max, one[0], other[0]))
-    ends = (
-        min(begin + size, start + length)
-        for begin, size, start, length in zip(*one, *other, strict=True)
-    )
-    sizes = tuple(end - begin for end, begin in zip(ends, offsets, strict=True))
-    return (offsets, sizes) if all(size > 0 for size in sizes) else None
-
-
-def outside(box: Box, hole: Box) -> Iterator[Box]:
-    """The parts of a box around a hole in it, disjoint."""
-    offsets, sizes = list(box[0]), list(box[1])
-    for dim, (begin, size) in enumerate(zip(*hole, strict=True)):
-        for start, stop in ((offsets[dim], begin), (begin + size, offsets[dim] + sizes[dim])):
-            if start < stop:
-                yield (
-                    (*offsets[:dim], start, *offsets[dim + 1 :]),
-                    (*sizes[:dim], stop - start, *sizes[dim + 1 :]),
-                )
-        offsets[dim], sizes[dim] = begin, size
 
 
 def uncovered(shape: Offsets, boxes: Iterable[Box]) -> int:

@@ -7,8 +7,9 @@ from functools import cached_property
 import torch
 
 import torch_ros
+from torch_ros.boxes import Box
 from torch_ros.errors import ManifestMismatch
-from torch_ros.integrations.boxes import Box, uncovered
+from torch_ros.integrations.boxes import uncovered
 from torch_ros.integrations.landings import Landing, Recording, uncollected
 
 SAME = "its elements are equal, which shows nothing of their order"

@@ -8,8 +8,8 @@ from math import prod
 
 import torch
 
+from torch_ros.boxes import Box, Offsets
 from torch_ros.errors import UsageError
-from torch_ros.integrations.boxes import Box, Offsets
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import torch_ros
+from torch_ros.boxes import Offsets
 from torch_ros.errors import NotSupported
-from torch_ros.integrations.boxes import Offsets
 from torch_ros.integrations.landings import LandedBox
 from torch_ros.integrations.recording import record
 

@@ -9,16 +9,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torch_ros.integrations.boxes import (
-    FRAMES_MAX,
-    Box,
-    Frame,
-    Offsets,
-    Pair,
-    common,
-    outside,
-    pairs,
-)
+from torch_ros.boxes import Box, Offsets, common, outside
+from torch_ros.integrations.boxes import FRAMES_MAX, Frame, Pair, pairs
 
 Dims = tuple[int | None, ...]
 

@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from torch_ros.integrations.boxes import PAIRS_MAX, Box, Frame, pairs
+from torch_ros.boxes import Box
+from torch_ros.integrations.boxes import PAIRS_MAX, Frame, pairs
 from torch_ros.integrations.provenance import Made, Memory, Patch, Plain, landed, storage_of
 
 aten: Any = torch.ops.aten

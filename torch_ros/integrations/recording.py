@@ -8,7 +8,8 @@ from math import prod
 
 import torch
 
-from torch_ros.integrations.boxes import Box, common, uncovered
+from torch_ros.boxes import Box, common
+from torch_ros.integrations.boxes import uncovered
 from torch_ros.integrations.landings import LandedBox, Landing, Recording, uncollected
 from torch_ros.integrations.owned import Attributes, Owned, memories, owned_by
 from torch_ros.integrations.provenance import Made, Memory, Patch, Plain, groups, landed

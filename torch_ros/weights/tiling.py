@@ -7,12 +7,13 @@ as in `manifest.Boxes`.
 The pieces that leave here hold every element of every target chunk exactly once.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 import numpy as np
 
+from torch_ros.boxes import Box, common, outside
 from torch_ros.errors import ManifestMismatch, UsageError
 from torch_ros.weights.columns import (
     Columns,
@@ -224,9 +225,6 @@ def untiled(wanted: Chunks, pieces: Pieces) -> Ints:
     return distinct(owner[order][starts][sums != 0])
 
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and ends
-
-
 def _cut(offered: Chunks, wanted: Chunks, pieces: Pieces, rows: Ints, targets: Layout) -> Pieces:
     """Cut the pieces of these target rows until none overlaps; the lowest rank's pieces win. A loop
     over boxes is fast enough: ranks seldom cut a tensor in different ways.
@@ -238,56 +236,36 @@ def _cut(offered: Chunks, wanted: Chunks, pieces: Pieces, rows: Ints, targets: L
         first, end = np.searchsorted(pieces.target, [row, row + 1]).tolist()
         for piece in range(first, end):
             whole = _box(pieces.offsets[piece], pieces.sizes[piece])
-            taken = [part for box in left if (part := _common(box, whole))]
-            cut += [(int(pieces.source[piece]), row, part) for part in taken]
-            left = [rest for box in left for rest in _without(box, whole)]
+            hit = [(box, common(box, whole)) for box in left]
+            cut += [(int(pieces.source[piece]), row, part) for _, part in hit if part]
+            left = [rest for box, part in hit for rest in (outside(box, part) if part else [box])]
         if left:
             _raise_missing(targets, int(wanted.tensor[row]), min(left))
     source, target, boxes = zip(*cut, strict=True)
-    offsets, ends = np.array(boxes).swapaxes(0, 1)
+    offsets, sizes = np.array(boxes).swapaxes(0, 1)
     kept = pieces.take(~np.isin(pieces.target, rows))
     mended = Pieces(
         np.concatenate([kept.source, source]),
         np.concatenate([kept.target, target]),
         np.concatenate([kept.offsets, offsets]),
-        np.concatenate([kept.sizes, ends - offsets]),
+        np.concatenate([kept.sizes, sizes]),
     )
     return mended.take(np.argsort(mended.target, kind="stable"))
 
 
 def _box(offsets: Ints, sizes: Ints) -> Box:
-    return tuple(offsets.tolist()), tuple((offsets + sizes).tolist())
-
-
-def _common(box: Box, other: Box) -> Box | None:
-    offsets = tuple(map(max, box[0], other[0]))
-    ends = tuple(map(min, box[1], other[1]))
-    return (offsets, ends) if all(a < b for a, b in zip(offsets, ends, strict=True)) else None
-
-
-def _without(box: Box, hole: Box) -> Iterator[Box]:
-    """The rest of a box around a hole: per dimension what lies before it, and what behind it."""
-    common = _common(box, hole)
-    if common is None:
-        yield box
-        return
-    offsets, ends = list(box[0]), list(box[1])
-    for dim, (start, end) in enumerate(zip(*common, strict=True)):
-        if offsets[dim] < start:
-            yield tuple(offsets), (*ends[:dim], start, *ends[dim + 1 :])
-        if end < ends[dim]:
-            yield (*offsets[:dim], end, *offsets[dim + 1 :]), tuple(ends)
-        offsets[dim], ends[dim] = start, end
+    return tuple(offsets.tolist()), tuple(sizes.tolist())
 
 
 def _raise_missing(targets: Layout, tensor: int, box: Box) -> NoReturn:
     record = targets.tensors[tensor]
     dimensions = len(record.shape)
-    offsets, ends = box[0][:dimensions], box[1][:dimensions]
+    offsets = box[0][:dimensions]
+    ends = [begin + size for begin, size in zip(offsets, box[1], strict=False)]
     raise ManifestMismatch(
         f"{'object' if record.dtype == OBJECT else 'tensor'} {record.fqn!r}",
         "every element on some rank of the version",
-        f"no rank that holds the box from {list(offsets)} to {list(ends)}",
+        f"no rank that holds the box from {list(offsets)} to {ends}",
         "all ranks that hold a part of it must publish it",
     )
 
