@@ -39,7 +39,7 @@ from torch_ros.integrations.landing_plan import (
 )
 from torch_ros.integrations.landings import Recording
 from torch_ros.integrations.seams import Alone, Contents, Engine, EngineRanks, Weights
-from torch_ros.printable import log_of
+from torch_ros.printable import log_of, some
 
 log: logging.Logger = log_of(__name__)
 
@@ -372,11 +372,12 @@ class Installer:
         name = f"version {version} of model {self.handle.model!r}"
         if lacking := missing(recording, self._engine.state()):
             failed = [f"{fqn}: {recording.staged[fqn]}" for fqn in sorted(recording.failed)]
-            parts = [_some([f"{name} ({count} elements)" for name, count in lacking.items()])]
+            parts = [f"{fqn} ({count} elements)" for fqn, count in lacking.items()]
+            found = f"nothing for {some(parts, NAMED_MAX)}", some(failed, NAMED_MAX)
             raise ManifestMismatch(
                 f"{name} in this engine",
                 "tensors for all of the engine's parameters",
-                "; ".join(["nothing for " + parts[0], *([_some(failed)] if failed else [])]),
+                "; ".join(filter(None, found)),
                 "publish the missing tensors too, under the names of a checkpoint",
             )
         casts = [fqn for fqn, reason in recording.staged.items() if reason.startswith("cast ")]
@@ -394,14 +395,14 @@ class Installer:
             raise ManifestMismatch(
                 f"{name} in this engine",
                 "the engine's dtypes",
-                f"{_some(casts)}, {recording.staged[casts[0]]}",
+                f"{some(casts, NAMED_MAX)}, {recording.staged[casts[0]]}",
                 "publish_copy(transform=Cast(...)) publishes them as that; cast=True installs them",
             )
         if casts:
-            log.warning("%s: the engine casts %s", name, _some(casts))
+            log.warning("%s: the engine casts %s", name, some(casts, NAMED_MAX))
         if recording.failed:  # refused next, unless the engine may be without it
             failed = [f"{fqn} ({recording.staged[fqn]})" for fqn in sorted(recording.failed)]
-            log.warning("%s: the engine has no place for %s", name, _some(failed))
+            log.warning("%s: the engine has no place for %s", name, some(failed, NAMED_MAX))
 
     def _require_places(self, version: int, recorded: _Recorded) -> None:
         """Refuse a version with elements that land on no rank. All ranks call this, and raise."""
@@ -424,7 +425,7 @@ class Installer:
             raise ManifestMismatch(
                 f"version {version} of model {self.handle.model!r} in this engine",
                 "a place for every element",
-                f"none for {_some(parts)}",
+                f"none for {some(parts, NAMED_MAX)}",
                 "publish a model of this engine's shapes, or name the tensors that it may be "
                 "without in ignore=[...]",
             )
@@ -572,8 +573,3 @@ def _copy(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A copy of it in host memory; of tensors in one memory, one."""
     places = {(one.data_ptr(), tuple(one.shape)): name for name, one in state.items()}
     return {name: state[name].detach().to("cpu", copy=True) for name in places.values()}
-
-
-def _some(names: Sequence[str]) -> str:
-    more = [f"and {len(names) - NAMED_MAX} more"] if len(names) > NAMED_MAX else []
-    return ", ".join([*names[:NAMED_MAX], *more])
