@@ -27,7 +27,7 @@ def test_fused_qkv_lands_by_its_shards():
         toy.qkv.data.narrow(0, begins[fqn], weight.shape[0]).copy_(weight)
 
     recording = proven(Toy(load, {"qkv": (8, 3)}), weights_of(q=(4, 3), k=(2, 3), v=(2, 3)))
-    assert recording.is_complete
+    assert not recording.unwritten
     assert not recording.staged
     assert recording.landings["v"].boxes[0].at == (6, 0)
 
@@ -50,7 +50,7 @@ def test_each_rank_of_tensor_parallelism_lands_its_part(rank):
     toy = Toy(load, {"gate_up": (8, 5), "down": (5, 4)})
     toy.gate_up.weight_loader, toy.down.weight_loader = rows, columns
     recording = proven(toy, weights_of(gate=(8, 5), up=(8, 5), down=(5, 8)))
-    assert recording.is_complete
+    assert not recording.unwritten
     assert [box.offsets for box in recording.landings["down"].boxes] == [(0, 4 * rank)]
     assert sum(each.size_bytes for each in recording.landings.values()) == 4 * 60
 
@@ -71,7 +71,7 @@ def test_experts_land_in_their_stacks_and_those_of_other_ranks_are_unused():
     shapes = {f"w1_{e}": (4, 3) for e in range(4)} | {f"w3_{e}": (4, 3) for e in range(4)}
     shapes |= {f"w2_{e}": (3, 4) for e in range(4)}
     recording = proven(Toy(load, {"w13": (2, 8, 3), "w2": (2, 3, 4)}), weights_of(**shapes))
-    assert recording.is_complete
+    assert not recording.unwritten
     assert len(recording.landings) == len(recording.unused) == 6
 
 
@@ -83,7 +83,7 @@ def test_a_stack_of_experts_is_taken_apart():
             toy.w13.data[expert][2:].copy_(up)
 
     recording = proven(Toy(load, {"w13": (3, 4, 5)}), weights_of(w=(3, 5, 4)))
-    assert recording.is_complete
+    assert not recording.unwritten
 
 
 def test_the_views_and_copies_of_experts_are_not_dispatched(monkeypatch):
@@ -98,7 +98,7 @@ def test_the_views_and_copies_of_experts_are_not_dispatched(monkeypatch):
 
     monkeypatch.setattr(Recorder, "__torch_dispatch__", refuse)
     toy = Toy(load, {"w": (2, 4, 5)}, device="meta")
-    assert record(toy, contents_of(weights_of(**{"0": (4, 5), "1": (4, 5)}))).is_complete
+    assert not record(toy, contents_of(weights_of(**{"0": (4, 5), "1": (4, 5)}))).unwritten
 
 
 def test_a_padded_vocabulary_lands_and_its_padding_is_told():
@@ -107,7 +107,7 @@ def test_a_padded_vocabulary_lands_and_its_padding_is_told():
         toy.embed[5:].data.fill_(0)
 
     recording = proven(Toy(load, {"embed": (8, 2)}), weights_of(embed=(5, 2)))
-    assert recording.is_complete
+    assert not recording.unwritten
     assert recording.filled == {"embed": 6}
 
 
@@ -135,13 +135,13 @@ def test_a_transposed_tensor_lands_as_views(turned):
         toy.c.data.copy_(turned(weight))
 
     recording = proven(Toy(load, {"c": (6, 4)}), weights_of(c=(4, 6)))
-    assert recording.is_complete
+    assert not recording.unwritten
 
 
 def test_transposed_storage_is_written_where_it_lies():
     toy = Toy(lambda toy, fqn, weight: toy.c.data.copy_(weight), {})
     toy.c = nn.Parameter(torch.full((6, 4), OLD).t())
-    assert proven(toy, weights_of(c=(4, 6))).is_complete
+    assert not proven(toy, weights_of(c=(4, 6))).unwritten
 
 
 def test_interleaved_heads_land_in_several_boxes():
@@ -153,7 +153,7 @@ def test_interleaved_heads_land_in_several_boxes():
         toy.kv.view(2, 1, 2, 5).copy_(kv)
 
     recording = proven(Toy(load, {"q": (8, 5), "kv": (4, 5)}), weights_of(w=(12, 5)))
-    assert recording.is_complete
+    assert not recording.unwritten
     assert len(recording.landings["w"].boxes) == 6
 
 
@@ -166,7 +166,7 @@ def test_two_tensors_that_are_joined_first_land_apart():
 
     toy = Toy(None, {"a": (5, 3)})
     recording = proven(toy, weights_of(q_a=(3, 3), kv_a=(2, 3)), load_weights)
-    assert recording.is_complete
+    assert not recording.unwritten
     assert recording.landings["kv_a"].boxes[0].at == (3, 0)
 
 
@@ -184,7 +184,7 @@ def test_what_goes_through_memory_of_the_loader_lands():
 def test_tied_embeddings_are_one_memory():
     toy = Toy(lambda toy, fqn, weight: getattr(toy, fqn).data.copy_(weight), {"embed": (4, 2)})
     toy.lm_head = toy.embed
-    assert proven(toy, weights_of(embed=(4, 2))).is_complete
+    assert not proven(toy, weights_of(embed=(4, 2))).unwritten
     recording = proven(toy, dict(weights_of(embed=(4, 2)), lm_head=torch.ones(4, 2)))
     assert recording.unused == ("embed",)  # the one that is loaded last counts
     assert list(recording.landings) == ["lm_head"]
@@ -196,7 +196,7 @@ def test_parameters_that_are_views_of_one_flat_buffer_are_part_of_it():
     toy.a, toy.b = nn.Parameter(flat[:6].view(2, 3)), nn.Parameter(flat[6:])
     toy.register_buffer("flat", flat)
     recording = record(toy, contents_of(weights_of(a=(2, 3), b=(4,))))
-    assert recording.is_complete
+    assert not recording.unwritten
     assert recording.landings["b"].boxes[0].parameter == "flat"
     assert recording.landings["b"].boxes[0].at == (6,)
     assert record(toy, contents_of(weights_of(a=(2, 3)))).unwritten == {"flat": 4}
@@ -206,7 +206,7 @@ def test_parameters_that_are_columns_of_one_memory_land_apart():
     toy = Toy(lambda toy, fqn, weight: getattr(toy, fqn).data.copy_(weight), {})
     both = torch.full((4, 4), OLD)
     toy.a, toy.b = nn.Parameter(both[:, ::2]), nn.Parameter(both[:, 1::2])
-    assert proven(toy, weights_of(a=(4, 2), b=(4, 2))).is_complete
+    assert not proven(toy, weights_of(a=(4, 2), b=(4, 2))).unwritten
     assert record(toy, contents_of(weights_of(a=(4, 2)))).unwritten == {"b": 8}
 
 
@@ -216,7 +216,7 @@ def test_many_copies_at_once_land():
         torch._foreach_copy_([toy.a.data, toy.b.data], [held["a"], held["b"]])
 
     toy = Toy(None, {"a": (5, 3), "b": (2,)})
-    assert proven(toy, weights_of(a=(5, 3), b=(2,)), load_weights).is_complete
+    assert not proven(toy, weights_of(a=(5, 3), b=(2,)), load_weights).unwritten
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -232,7 +232,7 @@ def test_a_copy_of_each_row_at_once_lands():
     def load(toy, fqn, weight):
         torch.vmap(lambda row, part: row.copy_(part))(toy.c.data, weight)
 
-    assert proven(Toy(load, {"c": (6, 4)}), weights_of(c=(6, 4))).is_complete
+    assert not proven(Toy(load, {"c": (6, 4)}), weights_of(c=(6, 4))).unwritten
 
 
 def test_parameters_on_meta_are_recorded_like_others():
@@ -273,7 +273,7 @@ def test_a_map_of_the_engine_may_be_read():
     toy = Toy(load, {"w": (2, 3)})
     toy.register_buffer("expert_map", torch.tensor([1, 0]))
     recording = proven(toy, {"0": torch.randn(3), "1": torch.randn(3)})
-    assert recording.is_complete
+    assert not recording.unwritten
     assert recording.buffers == ("expert_map",)
 
 
@@ -724,7 +724,7 @@ def test_no_parameter_stays_stale_without_a_word():
     recording = proven(toy, weights_of(w=(2, 2), extra=(2, 2)) | {})
     assert recording.unused == ("w",)  # `extra` lies over it
     assert recording.unwritten == {"a": 2, "b": 4}
-    assert not recording.is_complete
+    assert recording.unwritten
     assert recording.buffers == ("inv_freq",)
 
 

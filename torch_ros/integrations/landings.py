@@ -92,8 +92,3 @@ class Recording:
     buffers: tuple[str, ...]  # those that nothing was written to: derived, or a constant
     # Tensors of which elements go nowhere, failed and unused ones among them: what goes somewhere.
     partial: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether no parameter keeps what it had."""
-        return not self.unwritten
