@@ -214,8 +214,7 @@ def _diff(asked: argparse.Namespace) -> int:
 
     found = moving.diff(asked)
     if asked.json:
-        tensors = [asdict(each) for each in found.differences]
-        output.say_json(sys.stdout, {"versions": found.versions, "tensors": tensors})
+        output.say_json(sys.stdout, {"versions": found.versions, "tensors": found.differences})
     else:
         output.say_table(sys.stdout, ls.DIFFERENCES, ls.differences(found.differences))
         output.say(sys.stdout, f"{found}")
@@ -289,7 +288,7 @@ def _list(kv: KV, asked: argparse.Namespace, out: TextIO, look: Look | None) -> 
     made, lost = look(fleet) if look else {}, asking.lost(kv, fleet)
     if asked.json:
         reads = {"reads": headway.listed(made)} if look else {}
-        output.say_json(out, {"models": [asdict(fleet)], "lost": lost, **reads})
+        output.say_json(out, {"models": [fleet], "lost": lost, **reads})
         return FINE
     rows = ls.versions(fleet, asked.number, made)
     if asked.number is not None and not rows:
@@ -314,7 +313,7 @@ def _list_models(kv: KV, out: TextIO, *, is_json: bool) -> int:
         (_say(each, NOT_FINE) for each in found if not isinstance(each, Fleet)), default=FINE
     )
     if is_json:
-        output.say_json(out, {"models": [asdict(fleet) for fleet in fleets]})
+        output.say_json(out, {"models": fleets})
     else:
         _table(out, ls.MODELS, ls.models(fleets), f"no model in {kv.endpoint}")
     return code
