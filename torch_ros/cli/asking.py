@@ -42,8 +42,7 @@ def connected(endpoint: str, timeout_s: float | None = None) -> KV:
 def models(kv: KV, timeout_s: float = ANSWER_S) -> list[str]:
     """The names under which there are records. Keys alone are read.
 
-    Raises:
-        AccessDenied: This user may not read all models; it may still name one.
+    Raises: AccessDenied: This user may not read all models; it may still name one.
     """
     try:
         reply = kv.commit(Txn(ops=(Get(EVERY_MODEL, keys_only=True),)), timeout_s=timeout_s)
@@ -148,8 +147,7 @@ def resolved(
 def why(kv: KV, model: str, replica: str, version: int | None) -> Why:
     """The reason for which a replica does not get on.
 
-    Raises:
-        UsageError: There is no such model or replica; names the one that may be meant.
+    Raises: UsageError: There is no such model or replica; names the one that may be meant.
     """
     there, keys = fleet_of(kv, model).replicas, Keys(model)
     view = _open_still(kv.read(Read((keys.all(),)), timeout_s=ANSWER_S), keys)
@@ -187,8 +185,7 @@ def state_of(record: SeenRecord) -> State:
 def fleet_of(kv: KV, model: str) -> Fleet:
     """The fleet of a model that has records.
 
-    Raises:
-        UsageError: It has none; names the one that may be meant.
+    Raises: UsageError: It has none; names the one that may be meant.
     """
     found = fleet(kv, model)
     if found.replicas or found.versions:

@@ -30,8 +30,7 @@ def _may_go(record: SeenRecord) -> bool:
 def clear(kv: KV, model: str) -> Sequence[Leftover]:
     """Delete all of it, and return that. A record that somebody begins to use meanwhile stays.
 
-    Raises:
-        Contention: Somebody else wrote there all the time.
+    Raises: Contention: Somebody else wrote there all the time.
     """
     gone: dict[str, Leftover] = {}
     lost = 0

@@ -62,8 +62,7 @@ class Depths:
     def look(self, fleet: Fleet) -> Mapping[str, Headway]:
         """How far each one is that fills, by its `inst`; takes `BETWEEN_S`, and the answers.
 
-        Raises:
-            BackendError: etcd does not answer.
+        Raises: BackendError: etcd does not answer.
         """
         filling = {
             each.inst: each

@@ -51,8 +51,7 @@ def examine(endpoint: str, model: str | None) -> Facts:
     Args:
         model: The one to look at; None: all.
 
-    Raises:
-        UsageError: There is no such model, or the endpoint is none.
+    Raises: UsageError: There is no such model, or the endpoint is none.
     """
     silence = advice = ""
     etcd, models = EtcdHealth(), list[Examined]()

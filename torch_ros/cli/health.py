@@ -55,8 +55,7 @@ class EtcdHealth:
 def health(endpoint: str, *, timeout_s: float) -> EtcdHealth:
     """Ask all members at the same time; nobody is waited for longer than `timeout_s`, twice.
 
-    Raises:
-        UsageError: `endpoint` is none, or names a file that cannot be used.
+    Raises: UsageError: `endpoint` is none, or names a file that cannot be used.
     """
     stores = _members(endpoint)
     if not stores:

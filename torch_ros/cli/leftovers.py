@@ -32,8 +32,7 @@ def leftovers(
     Args:
         may_go: Whether nobody needs to look for a process any more that has lost its seat.
 
-    Raises:
-        BackendError: Another release has written the model's records.
+    Raises: BackendError: Another release has written the model's records.
     """
     require_own(view, keys)
     lasting = {key for key, entry in view.entries.items() if not entry.lease_id}

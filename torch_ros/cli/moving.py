@@ -125,8 +125,7 @@ def diff(asked: argparse.Namespace) -> Compared:
 
     Both versions are what is meant by them at one moment.
 
-    Raises:
-        VersionNotFound: One of them has gone since, or was published anew.
+    Raises: VersionNotFound: One of them has gone since, or was published anew.
     """
     is_on_disk = is_named(asked.other)
     if not is_on_disk:
@@ -216,8 +215,7 @@ def opened(
 def _await_model(endpoint: str, model: str, timeout_s: float) -> None:
     """Return when somebody has the model. A name that nobody uses leaves no record.
 
-    Raises:
-        UsageError: Nobody has it in time; names the one that may be meant.
+    Raises: UsageError: Nobody has it in time; names the one that may be meant.
     """
     until_s, is_told = time.monotonic() + timeout_s, False
     with closing(asking.connected(endpoint)) as kv:

@@ -38,8 +38,7 @@ def show(kv: KV, model: str, look: Look | None = None) -> None:
     Args:
         look: Says how far those are that fill, by `inst`. It is asked in a thread of its own.
 
-    Raises:
-        UsageError: There is no such model.
+    Raises: UsageError: There is no such model.
     """
     asking.fleet_of(kv, model)
     over = threading.Event()

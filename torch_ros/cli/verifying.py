@@ -68,8 +68,7 @@ def verify(asked: argparse.Namespace) -> Verified:
     With files, or with the digests of the publication, where it has those of every bit; else with
     each other's.
 
-    Raises:
-        UsageError: There is nobody to read from, or nothing to compare with.
+    Raises: UsageError: There is nobody to read from, or nothing to compare with.
     """
     disk = str(asked.against) if asked.against else ""
     if disk:

@@ -46,8 +46,7 @@ def serve(
 ) -> None:
     """Serve the page until Ctrl-C; `tell` is given the address.
 
-    Raises:
-        UsageError: `port` is taken, or `host` is open to others and there is no token.
+    Raises: UsageError: `port` is taken, or `host` is open to others and there is no token.
     """
     if not token and not is_loopback(host):
         raise UsageError(

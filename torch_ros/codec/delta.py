@@ -91,8 +91,7 @@ class Delta:
             index: Of which a digest has been checked: it has checksums of all the rest.
             values: As `words` gives them.
 
-        Raises:
-            CorruptDelta: The arrays contradict each other, or the chunk.
+        Raises: CorruptDelta: The arrays contradict each other, or the chunk.
         """
         require_index(index, elements=elements)
         delta = cls(elements, index, gaps, values)
@@ -149,8 +148,7 @@ def words(tensor: torch.Tensor) -> Words:
 
     `torch.from_numpy(words).view(dtype)` leads back.
 
-    Raises:
-        NotSupported: The tensor is not in host memory.
+    Raises: NotSupported: The tensor is not in host memory.
     """
     bits = _bits(tensor).contiguous().numpy().reshape(-1)
     return bits.view(WORD_TYPES[tensor.element_size()])
@@ -298,8 +296,7 @@ def merge(deltas: Sequence[Delta]) -> Delta:
     Args:
         deltas: Those of one chunk, at least one; each one's base is what the one before makes.
 
-    Raises:
-        ManifestMismatch: They are of different chunks.
+    Raises: ManifestMismatch: They are of different chunks.
     """
     first = deltas[0]
     for delta in deltas[1:]:

@@ -64,8 +64,7 @@ class DeltaEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     def require_head_fits(self, layout: Layout) -> None:
         """Check its size before memory is taken for it.
 
-        Raises:
-            CorruptDelta: No delta of that layout has so large a head.
+        Raises: CorruptDelta: No delta of that layout has so large a head.
         """
         most = int(_segment_counts(layout).sum()) * _ROW_BYTES + 16 * len(layout.chunks) + 64
         _require(self.head_bytes <= most, f"{most} bytes at most", f"{self.head_bytes}")
@@ -96,8 +95,7 @@ class DeltaTable(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     def decode(cls, payload: bytes) -> DeltaTable | None:
         """The table that was encoded; None: it was rewritten while it was read.
 
-        Raises:
-            CorruptDelta: The process has written something else.
+        Raises: CorruptDelta: The process has written something else.
         """
         length = int.from_bytes(payload[:_LENGTH_BYTES], "little")
         content = payload[_START : _START + length]
@@ -160,8 +158,7 @@ class Segments:
     def received(self, gaps: npt.NDArray[np.uint8], values: npt.NDArray[np.uint8]) -> Delta:
         """The delta of these segments, of the bytes that came; all of it has been looked at.
 
-        Raises:
-            CorruptDelta: They are not those that the index is of.
+        Raises: CorruptDelta: They are not those that the index is of.
         """
         expected = self._delta
         for what, found, span in (("gaps", gaps, self.gaps), ("values", values, self.values)):
@@ -223,8 +220,7 @@ class DeltaHead:
     def decode(cls, payload: bytes, entry: DeltaEntry, layout: Layout) -> Self:
         """The head that an entry of a process with this layout names.
 
-        Raises:
-            CorruptDelta: It is another one, or contradicts itself, the entry or the layout.
+        Raises: CorruptDelta: It is another one, or contradicts itself, the entry or the layout.
         """
         if digest_of(payload) != entry.digest:
             expected, found = entry.digest.hex(), digest_of(payload).hex()
@@ -251,8 +247,7 @@ class DeltaHead:
     def segments(self, chunk: int, first: int, end: int) -> Segments | None:
         """The segments that have places from `first` to before `end`; None: nothing has changed.
 
-        Raises:
-            CorruptDelta: The chunk's index contradicts itself, or the chunk.
+        Raises: CorruptDelta: The chunk's index contradicts itself, or the chunk.
         """
         last_row = int(self.row_ends[chunk])
         index = self.index[int(self.row_ends[chunk - 1]) if chunk else 0 : last_row]

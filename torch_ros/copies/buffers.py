@@ -138,10 +138,9 @@ class CopyBuffers:
 
         The state dict's objects are not copied: they are copies already.
 
-        Raises:
-            UsageError: A transform cannot make its tensors of these; they do not fit into
-                `copying.copy_bytes`, beside what is kept of earlier ones; or whoever attends cannot
-                do with them. Nothing was copied, unless a transform failed on its way.
+        Raises: UsageError: A transform cannot make its tensors of these; they do not fit into
+            `copying.copy_bytes`, beside what is kept of earlier ones; or whoever attends cannot do
+            with them. Nothing was copied, unless a transform failed on its way.
         """
         made = makings(state.tensors, copying.transforms)
         plan = [_Part.all_of(making, copying.to) for making in made]

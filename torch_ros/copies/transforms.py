@@ -113,8 +113,7 @@ class Making:
     def of(cls, tensor: LocalTensor, transforms: Sequence[Transform]) -> Self:
         """Made by the first transform that makes something of it; else it is copied as it is.
 
-        Raises:
-            UsageError: A transform raised, or makes something that cannot be.
+        Raises: UsageError: A transform raised, or makes something that cannot be.
         """
         for transform in (*transforms, AS_IS):
             try:
@@ -137,8 +136,7 @@ class Making:
     def boxes(self, chunk: LocalChunk) -> Mapping[str, Box]:
         """The part of each output that is made of a chunk.
 
-        Raises:
-            UsageError: The chunk cuts a box that an element of an output stands for.
+        Raises: UsageError: The chunk cuts a box that an element of an output stands for.
         """
         offsets, sizes = chunk.offsets, tuple(chunk.tensor.shape)
         for name, output in self.outputs.items():
@@ -192,8 +190,7 @@ class Making:
 def makings(tensors: Sequence[LocalTensor], transforms: Sequence[Transform]) -> Sequence[Making]:
     """The tensors that a copy has in the place of each of these.
 
-    Raises:
-        UsageError: As `Making.of`; or two tensors are made under one name.
+    Raises: UsageError: As `Making.of`; or two tensors are made under one name.
     """
     made = [Making.of(tensor, transforms) for tensor in tensors]
     first: dict[str, str] = {}

@@ -113,8 +113,7 @@ def look(pid: int, life: Life) -> State:
 def _shown_page(sign: str) -> object:
     """A page of the file of that name, mapped for as long as anybody has the answer.
 
-    Raises:
-        OSError: The system has no such files, or does not show them.
+    Raises: OSError: The system has no such files, or does not show them.
     """
     fd = os.memfd_create(f"{_SIGN} {sign}", os.MFD_CLOEXEC)
     try:

@@ -78,8 +78,7 @@ class MemoryPeer:
     def source(self) -> MemoryTransport:
         """The transport of the peer.
 
-        Raises:
-            TransferFailed: It is gone, or this side is.
+        Raises: TransferFailed: It is gone, or this side is.
         """
         if self._is_closed or self.transport.is_closed:
             raise TransferFailed(self.agent, "the connection was closed")

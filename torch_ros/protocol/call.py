@@ -481,9 +481,8 @@ class GroupCall(Attempt):
             value: The sharding of this rank's part.
             end: The layout that the ranks have all of, with their answers, as far as it knows.
 
-        Raises:
-            CallMismatch: The group has made another call under this number: its readers would take
-                this rank's bytes for that one's.
+        Raises: CallMismatch: The group has made another call under this number: its readers would
+            take this rank's bytes for that one's.
         """
         if self._call is not None and self._call.asked != self.asked:
             raise self.mismatch(self._call)

@@ -249,9 +249,8 @@ class Ledger:
     def learn(self, call: Call, outcome: Outcome, seat: Seat, value: str = "") -> None:
         """Note how a call ended, in which this rank said `value`; and what it holds since then.
 
-        Raises:
-            SeatLost: That seat is lost, and peers may have been told that this rank does not know
-                the end. What all know together says it, when the seat is taken again.
+        Raises: SeatLost: That seat is lost, and peers may have been told that this rank does not
+            know the end. What all know together says it, when the seat is taken again.
         """
         with self.lock:
             self.check_still(seat)

@@ -141,9 +141,8 @@ class Seating:
             patience: How long a call that has another way bears that etcd fails; None: it has none.
             check: Called between requests; None: it raises if the seat is not there.
 
-        Raises:
-            SeatLost, ClosedError: The seat is lost, or given up. Or etcd has failed for longer than
-                `patience` lasts: then the seat is still there, and has to be lost by `fence`.
+        Raises: SeatLost, ClosedError: The seat is lost, or given up. Or etcd has failed for longer
+            than `patience` lasts: then the seat is still there, and has to be lost by `fence`.
         """
         bear = partial(self._bear, patience) if patience and not patience.is_usual else None
         check = check or self.ledger.check
@@ -338,9 +337,8 @@ class Seating:
     def _take_seat_again(self) -> None:
         """Take a seat on a new lease, and bring along what this rank knows of its group's calls.
 
-        Raises:
-            SeatLost: It is lost again. Or this rank has made calls since it told what it knows,
-                which its peers have adopted without those: it has to start over.
+        Raises: SeatLost: It is lost again. Or this rank has made calls since it told what it knows,
+            which its peers have adopted without those: it has to start over.
         """
         old, applicant, outage = self.seat, self.applicant, self._outage
         outage.alone_since_s = None  # etcd may not answer `_Taking`, which asks for a lease

@@ -138,9 +138,8 @@ class EtcdKV:
         tls: For etcd's TLS; without it nothing is encrypted.
         user: Logs in with the first request, and again whenever etcd forgets that it did.
 
-    Raises:
-        UsageError: A file that `tls` names cannot be read, or used; or this process was forked
-            while its parent was within gRPC.
+    Raises: UsageError: A file that `tls` names cannot be read, or used; or this process was forked
+        while its parent was within gRPC.
     """
 
     tls: Tls | None

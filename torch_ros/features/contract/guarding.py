@@ -31,9 +31,8 @@ class Guarded:
     def look(self, tensors: LocalState) -> bool:
         """Whether some guarded optimizer steps some of these.
 
-        Raises:
-            UsageError: A parameter was a tensor of these, which is where it was, and is elsewhere
-                by now. Names the tensor.
+        Raises: UsageError: A parameter was a tensor of these, which is where it was, and is
+            elsewhere by now. Names the tensor.
         """
         there = tensors.known or tensors
         is_new = self._seen is None or self._seen() is not there

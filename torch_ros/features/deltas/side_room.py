@@ -58,8 +58,7 @@ class SideRoom(ReadingRoom):
     def of(self, size_bytes: int) -> Bytes:
         """So much of it, aligned. What lay there before is gone.
 
-        Raises:
-            MemoryError: There is too little.
+        Raises: MemoryError: There is too little.
         """
         if self._buffer is None or self._buffer.nbytes < size_bytes + ALIGNMENT_BYTES:
             self.close()

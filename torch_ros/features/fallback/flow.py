@@ -113,9 +113,8 @@ class FallingBack:
     ) -> None:
         """Decide by `rule` while somebody has a version; when nobody has, for long, by the bucket.
 
-        Raises:
-            BucketError: It does not answer, where "none" might be the answer; or nothing is left
-                of what can be read.
+        Raises: BucketError: It does not answer, where "none" might be the answer; or nothing is
+            left of what can be read.
         """
         effects = partial(self._effects, rule)
         while True:
@@ -204,8 +203,7 @@ class FallingBack:
     def fill(self, call: GroupCall, meter: Meter) -> Progress:
         """Fill the registered tensors with what was decided, and show them. The word is clear.
 
-        Raises:
-            BucketError, UnreadableVersion, ManifestMismatch: As `BucketVersion.fill`.
+        Raises: BucketError, UnreadableVersion, ManifestMismatch: As `BucketVersion.fill`.
         """
         shard = self._shard
         shard.digests = Digests()  # those that are shown are of what was here before

@@ -274,8 +274,7 @@ class Installing:
     def _content(self) -> VersionRef:
         """The content that the engine has now, for all that this handle knows.
 
-        Raises:
-            UsageError: Another one than was to be installed, several, or a part.
+        Raises: UsageError: Another one than was to be installed, several, or a part.
         """
         mine = self._installs.mine
         assert self._ref is not None
@@ -300,8 +299,7 @@ class Installing:
         Args:
             refuses: Its peers are, or will be, in a call of the block, or that which ends it.
 
-        Raises:
-            InstallRejected: This rank's error is another's.
+        Raises: InstallRejected: This rank's error is another's.
         """
         shard = self._shard
         if self._ref is None and not shard.is_alone:

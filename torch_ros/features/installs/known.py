@@ -35,8 +35,7 @@ class Known:
     def learn(self, install: Install, seat: Seat) -> None:
         """Note what the record says now that it was written from this seat.
 
-        Raises:
-            SeatLost: The seat is lost, and this rank may have told its peers something else.
+        Raises: SeatLost: The seat is lost, and this rank may have told its peers something else.
         """
         with self._ledger.lock:
             self._ledger.check_still(seat)

@@ -56,8 +56,7 @@ def _changed(view: View, seat: Seat, new: Install) -> Act[Install]:
 def _wanted(view: View, seat: Seat, spec: Spec, floor: VersionRef | None) -> VersionRef | Wait:
     """The version that is meant; the floor, if nobody has that number any more.
 
-    Raises:
-        UsageError: It is below the floor.
+    Raises: UsageError: It is below the floor.
     """
     is_floor = floor is not None and floor.version == spec.absolute
     try:

@@ -88,8 +88,7 @@ class Loans:
     def leave(self) -> None:
         """Give all of it back.
 
-        Raises:
-            LoanBroken: Something was written there meanwhile.
+        Raises: LoanBroken: Something was written there meanwhile.
         """
         try:
             _finish_devices()
@@ -181,8 +180,7 @@ def _until_one_lends(keys: Keys, ref: VersionRef) -> Wait:
 def _borrow_from(shard: Shard, offer: _Offer, inst: str, deadline: Deadline) -> Loans:
     """Borrow all that one publisher has, or nothing.
 
-    Raises:
-        SourceLost: It has gone on, or is gone.
+    Raises: SourceLost: It has gone on, or is gone.
     """
     model, ref, holding, replica = shard.model, offer.ref, offer.holdings[inst], replica_of(inst)
     records = shard.manifests.shards(inst, deadline, holding.world_size)
@@ -262,8 +260,7 @@ def _tiles(layouts: Sequence[Layout]) -> Mapping[TensorRecord, Sequence[_Tile]]:
     Args:
         layouts: Those of all ranks of one replica, in rank order.
 
-    Raises:
-        ManifestMismatch: A part of a tensor is on no rank. Names the fqn.
+    Raises: ManifestMismatch: A part of a tensor is on no rank. Names the fqn.
     """
     whole = whole_layout(layouts)
     records = whole.tensors

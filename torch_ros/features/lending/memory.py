@@ -55,8 +55,7 @@ class LentMemory:
     Args:
         size_bytes: Of `bytes`, in which contents and their manifests lie.
 
-    Raises:
-        OSError: There is not as much.
+    Raises: OSError: There is not as much.
     """
 
     content_bytes: int
@@ -211,8 +210,7 @@ def _found(process: Neighbour, word: int, before: int | None) -> int:
 def _opened(process: Neighbour, folder: int, number: str) -> int:
     """Open a file that the process has open under that number, if it is one that it has made.
 
-    Raises:
-        FileNotFoundError: It is another one.
+    Raises: FileNotFoundError: It is another one.
     """
     # To open something else than a file may block, or do something; to find it does not.
     found = os.open(number, os.O_PATH | os.O_CLOEXEC, dir_fd=folder)

@@ -66,8 +66,7 @@ class Slowness:
         Args:
             hush: Passes nothing on any more.
 
-        Raises:
-            SourceLost: It is left for another near one.
+        Raises: SourceLost: It is left for another near one.
         """
         claimed, call = self.claimed, self.claimed.call
         if source.inst in self._judged or time.monotonic() < self._asks_s:

@@ -26,8 +26,7 @@ def oldest_original(view: View, seat: Seat, spec: Spec, held: VersionRef) -> Ste
 
     None: nothing is newer, or nobody among them has published it.
 
-    Raises:
-        VersionNotFound: An absolute version that is gone.
+    Raises: VersionNotFound: An absolute version that is gone.
     """
     offer = newer(view, seat.keys, spec, held)
     if offer is None or offer.ref.uid == held.uid:

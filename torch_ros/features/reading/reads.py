@@ -161,8 +161,7 @@ class Serving:
     def _compare(self) -> None:
         """Compare the digests of all ranks with those of the version, where these are known.
 
-        Raises:
-            ContentChanged: They are others.
+        Raises: ContentChanged: They are others.
         """
         assert self._brought is not None
         version, known = self._brought.ref.version, self._brought.digests

@@ -143,8 +143,7 @@ class Forerunner(Feature):
     def fetch(self, ref: VersionRef, deadline: Deadline) -> None:
         """Have a version fetched, by all ranks, once all have the memory. Does not wait for it.
 
-        Raises:
-            UsageError: A rank has not. The same on all ranks, and nothing is fetched.
+        Raises: UsageError: A rank has not. The same on all ranks, and nothing is fetched.
         """
         shard, asked = self._of, self._of.asked.check
         registered = shard.tensors.require(deadline.what)

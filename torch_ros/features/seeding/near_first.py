@@ -63,8 +63,7 @@ class NearFirst(Policy):
 def policy_for(policy: Policy, skip: bool | None) -> Policy:
     """The policy of one update.
 
-    Raises:
-        UsageError: The handle's is one of the user's own.
+    Raises: UsageError: The handle's is one of the user's own.
     """
     if isinstance(policy, NearFirst):
         return policy if policy.is_for(skip) else NEWEST
