@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import blake2b
-from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -45,9 +44,8 @@ from torch_ros.protocol.versions import spec_ranges
 from torch_ros.store.loops import Done, Step, WaitAtMost, settle
 from torch_ros.store.run import run
 from torch_ros.store.session import Session
-from torch_ros.store.txn import Range, Ranges, Read, View, one
+from torch_ros.store.txn import Range, Ranges, Read, T, View, one
 
-T = TypeVar("T")
 Rule = Callable[[View], Step[T]]
 SumUp = Callable[[Mapping[int, str]], None]
 """Ends a call by what every rank has said."""

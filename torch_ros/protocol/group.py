@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import Fenced, SeatLost
@@ -21,9 +21,8 @@ from torch_ros.protocol.outage import Patience
 from torch_ros.protocol.records import Asked, Begun, Kind
 from torch_ros.protocol.seating import Seating
 from torch_ros.store.loops import settle
-from torch_ros.store.txn import one
+from torch_ros.store.txn import T, one
 
-T = TypeVar("T")
 log: logging.Logger = log_of(__name__)
 
 

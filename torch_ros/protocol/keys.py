@@ -9,12 +9,9 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
 from urllib.parse import quote, unquote
 
-from torch_ros.store.txn import Range, under
-
-T = TypeVar("T")
+from torch_ros.store.txn import Range, T, under
 
 ROOT = "/torch-ros"
 EVERY_MODEL = under(f"{ROOT}/")

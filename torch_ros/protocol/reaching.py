@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar, cast
+from typing import cast
 
 import msgspec
 
@@ -21,9 +21,8 @@ from torch_ros.protocol.seat import Seat, version_read
 from torch_ros.protocol.seating import Seating
 from torch_ros.protocol.sources import Candidate, Source
 from torch_ros.store.loops import Done, Step, settle
-from torch_ros.store.txn import Delete, Put, Ranges, Txn, Unseen, View, one
+from torch_ros.store.txn import Delete, Put, Ranges, T, Txn, Unseen, View, one
 
-T = TypeVar("T")
 log: logging.Logger = log_of(__name__)
 
 SUSPECT_TTL_S = 10  # a source that failed once is not the first choice for that long

@@ -10,16 +10,14 @@ import re
 import shlex
 import zlib
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Literal, NamedTuple, Self, TypeVar
+from typing import Annotated, Literal, NamedTuple, Self
 
 import msgspec
 
 from torch_ros import errors
 from torch_ros.digests import digest_of
 from torch_ros.errors import BackendError, TorchRosError
-from torch_ros.store.txn import View
-
-T = TypeVar("T")
+from torch_ros.store.txn import T, View
 
 REASON_MAX = 500  # characters; the record is kept for many calls
 NUMBER_MAX = 2**63 - 1  # above 64 bits none could be written again

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Self, TypeVar
+from typing import Self
 
 from torch_ros.deadline import Deadline, wall_ms
 from torch_ros.errors import (
@@ -37,9 +37,8 @@ from torch_ros.store.latch import Latch
 from torch_ros.store.loops import Act, Done, Step, Wait, follow, settle
 from torch_ros.store.run import Reminder, run
 from torch_ros.store.session import Session
-from torch_ros.store.txn import Delete, Range, Ranges, Steps, Txn, View, one
+from torch_ros.store.txn import Delete, Range, Ranges, Steps, T, Txn, View, one
 
-T = TypeVar("T")
 Create = Callable[[View], Step[GroupMade]]
 Fence = Callable[[SeatLost, Session], None]
 log: logging.Logger = log_of(__name__)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import VersionNotFound
@@ -22,9 +21,8 @@ from torch_ros.shard.collective import collectively
 from torch_ros.shard.core import Shard
 from torch_ros.shard.replication import Target, replicate
 from torch_ros.store.loops import Act, Done, Step
-from torch_ros.store.txn import View
+from torch_ros.store.txn import T, View
 
-T = TypeVar("T")
 End = Callable[[Next], Act[T] | Done[T]]  # ends the search: makes the step for what was found
 
 
