@@ -10,6 +10,7 @@ BUCKET = "TORCH_ROS_BUCKET"  # `open(bucket=...)`
 MODEL = "TORCH_ROS_MODEL"  # of `dcp.save` and `dcp.load` without a handle
 REPLICA = "TORCH_ROS_REPLICA"  # of the same, with "-save" or "-load" behind it
 TRANSPORT = "TORCH_ROS_TRANSPORT"  # `open(transport=...)`
+LISTEN = "TORCH_ROS_LISTEN"  # `open(listen=...)`
 DEFAULT_MODEL = "default"  # of a process that names none
 CHECK_CONTRACT = "TORCH_ROS_CHECK_CONTRACT"  # "1": `open(check_contract=True)`
 PROGRESS = "TORCH_ROS_PROGRESS"  # "0": no progress bars

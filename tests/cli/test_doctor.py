@@ -85,6 +85,8 @@ CONDITIONS = {
         "warn",
         r"blocked by voucher \(/proc is of another pid namespace",
     ),
+    "no tcp": (Facts(tcp=((), "refused")), "warn", 'transport="tcp" does not work here: refused'),
+    "only here": (Facts(tcp=((), "")), "warn", 'transport="tcp" reaches this host alone'),
     "containers": (
         Facts(models=[Examined("m", "", {"r/0": "process 7 is not to be found", "q/0": ""})]),
         "warn",
@@ -129,6 +131,7 @@ FINE = {
     "3.4": etcd(MemberHealth("a", version="3.4.23")),
     "local": Facts(etcd=EtcdHealth([MemberHealth("a", version="3.5.1")])),
     "memory": Facts(endpoint="memory://x"),
+    "tcp": Facts(tcp=(["10.0.0.7"], "")),
     "no alarms told": etcd(WELL, alarms=None),
     "copies": Facts(
         ways=OPEN, models=[Examined("m", "", {"r/0": ""})], shm_bytes=(1 << 40, 1 << 40)

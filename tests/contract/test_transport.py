@@ -26,6 +26,10 @@ NOTICE_S = 10
 KINDS = ["memory", "nixl"]
 KINDS += ["shared", "cma"]  # feature shortcuts
 KINDS += ["fabric", "beyond"]  # feature fabrics
+KINDS += ["tcp", "tcp-near"]  # feature tcp
+# feature shortcuts {
+KINDS += ["tcp-cma"]  # feature tcp
+# } shortcuts
 
 
 @pytest.fixture(params=KINDS)
@@ -33,7 +37,7 @@ def make(request, monkeypatch):
     """Makes a transport; closes them all in the end."""
     made = []
     # feature shortcuts {
-    if request.param in ("shared", "cma"):
+    if request.param in ("shared", "cma", "tcp-cma"):
         from torch_ros.features.shortcuts import copying
         from torch_ros.features.shortcuts import transport as shortcuts
 
@@ -50,6 +54,20 @@ def make(request, monkeypatch):
     def transport(*args):
         if request.param == "memory":
             made.append(MemoryTransport(*args))
+        # feature tcp {
+        elif request.param in ("tcp", "tcp-near"):
+            from torch_ros.features.tcp.transport import TcpTransport
+
+            made.append(TcpTransport(*args, **elsewhere(request.param, len(made))))
+        # feature shortcuts {
+        elif request.param == "tcp-cma":
+            from torch_ros.features.tcp.transport import TcpTransport
+
+            made.append(TcpTransport(*args))
+            made.append(shortcuts.ShortcutTransport(made[-1], threads=2))
+            made[-1].never = 0  # here both ends are one process
+        # } shortcuts
+        # } tcp
         elif request.param in ("fabric", "beyond"):
             made.append(
                 two_ways(*args, fabric="f" if request.param == "fabric" else str(len(made)))
@@ -80,6 +98,17 @@ def two_ways(agent=None, *, fabric):
     return WaysTransport(ways)
 
 
+# feature tcp {
+def elsewhere(kind, number):
+    """For "tcp", loopbacks that are not the same one: all is sealed."""
+    from torch_ros.channels.addresses import Listen, place
+
+    return (
+        {"listen": Listen(("127.0.0.1",)), "place": (place()[0], number)} if kind == "tcp" else {}
+    )
+
+
+# } tcp
 @pytest.fixture
 def pair(make):
     """A source and a reader."""

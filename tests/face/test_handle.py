@@ -667,6 +667,51 @@ def test_tcp_alone_can_be_asked_for(etcd_endpoint):
     assert torch.equal(source, target)
 
 
+# feature tcp {
+def test_weights_come_over_sockets_of_our_own(etcd_endpoint, monkeypatch):
+    model = "m-" + uuid.uuid4().hex[:8]
+    options = {"endpoint": etcd_endpoint, "transport": "tcp", "timeout_s": 20}
+    monkeypatch.setenv("UCX_TLS", "tcp")  # nothing is copied
+    source, target = torch.randn(100_000), torch.zeros(100_000)
+    with (
+        torch_ros.open(model, replica="trainer", listen="127.0.0.1", **options) as trainer,
+        torch_ros.open(model, replica="rollout", **options) as rollout,
+    ):
+        trainer.register({"w": source})
+        rollout.register({"w": target})
+        for version in (1, 2, 3):
+            trainer.publish(version)
+            rollout.update()
+            assert torch.equal(source, target)
+            assert dict(rollout.last_read.ways) == {"tcp, plain": target.nbytes}
+            trainer.unpublish()
+            source += 1
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"listen": "nosuch"}, "no device 'nosuch' with an address; it has .*lo"),
+        ({"listen": ":0"}, "expected addresses or devices, then a port"),
+        ({"listen": 7000}, "expected a string"),
+        ({"listen": "lo", "transport": "ucx"}, "it is of transport=\"tcp\", and this is 'ucx'"),
+        ({"wan_devices": ["lo"]}, "those are for UCX; .* say listen='lo'"),  # feature fabrics
+    ],
+)
+def test_a_place_where_it_cannot_listen_is_an_error(etcd_endpoint, options, reason):
+    options = {"endpoint": etcd_endpoint, "transport": "tcp", "timeout_s": 20} | options
+    with pytest.raises(errors.UsageError, match=reason):
+        torch_ros.open("m", **options)
+
+
+def test_the_environment_says_where_to_listen(etcd_endpoint, monkeypatch):
+    options = {"endpoint": etcd_endpoint, "timeout_s": 20}
+    monkeypatch.setenv("TORCH_ROS_LISTEN", "nosuch:7000")
+    with pytest.raises(errors.UsageError, match="listen='nosuch:7000'"):
+        torch_ros.open("m", transport="tcp", **options)
+
+
+# } tcp
 WEST, EAST, UNNAMED = {"datacenter": "west"}, {"datacenter": "east"}, {}
 
 

@@ -32,7 +32,11 @@ def test_a_name_that_goes_with_a_feature_is_seen_where_no_call_comes_to_it(tmp_p
 
 
 def test_nixl_is_tried_without_the_features_that_stand_around_it():
-    assert [each for each in FEATURES if "ucx" in transports(each)] == ["fabrics", "shortcuts"]
+    assert [each for each in FEATURES if "ucx" in transports(each)] == [
+        "fabrics",
+        "shortcuts",
+        "tcp",
+    ]
 
 
 def test_marks_name_features_and_stand_above_the_core():

@@ -17,19 +17,20 @@ UCX_ASSERTION = "stubs.c:107  Assertion"
 LOST = re.compile(r"lost 'r1' \(.*, for ([0-9.]+) s\)")
 
 pytestmark = [
-    pytest.mark.parametrize("ucx_tls", ["", "tcp,self"], ids=["cma", "tcp"]),
+    pytest.mark.parametrize(
+        "surroundings",
+        [{}, {"UCX_TLS": "tcp,self"}, {"UCX_TLS": "tcp,self", "TORCH_ROS_TRANSPORT": "tcp"}],
+        ids=["cma", "ucx over tcp", "tcp"],
+    ),
     pytest.mark.xdist_group("a GiB in each process"),
 ]
 
 
 class Theatre:
-    def __init__(self, endpoint, started, ucx_tls):
+    def __init__(self, endpoint, started, surroundings):
         self.model, self.started = "m-" + uuid.uuid4().hex[:8], started
         self.keys, self.kv = Keys(self.model), connect(endpoint, timeout_s=5)
-        self.environment = {
-            "TORCH_ROS_ENDPOINT": endpoint,
-            **({"UCX_TLS": ucx_tls} if ucx_tls else {}),
-        }
+        self.environment = {"TORCH_ROS_ENDPOINT": endpoint, **surroundings}
 
     def start(self, *names, **options):
         options = {"model": self.model, **options}
@@ -55,8 +56,8 @@ class Theatre:
 
 
 @pytest.fixture
-def theatre(etcd_endpoint, started, ucx_tls):
-    made = Theatre(etcd_endpoint, started, ucx_tls)
+def theatre(etcd_endpoint, started, surroundings):
+    made = Theatre(etcd_endpoint, started, surroundings)
     yield made
     made.kv.close()
 
@@ -174,8 +175,8 @@ def test_a_relay_that_is_killed_in_a_chain_of_four_is_replaced_by_its_source(the
     assert "from 'r2'" in r3.log()
 
 
-def test_a_relay_that_is_stopped_is_given_up_and_nothing_of_it_lands_late(theatre, ucx_tls):
-    if not ucx_tls:
+def test_a_relay_that_is_stopped_is_given_up_and_nothing_of_it_lands_late(theatre, surroundings):
+    if not surroundings:
         pytest.skip("a stopped process's memory can be copied; only who is asked over TCP is mute")
     source, r2, r3 = theatre.start("source", "r2", "r3")
     (r1,) = theatre.start("r1", ttl_s=60)  # so that its lease does not tell

@@ -75,6 +75,8 @@ class Facts:
     Attributes:
         silence, advice: Why etcd does not answer, and what to do; "": it does.
         ways: Those by which processes of this host read each other, and what closes each.
+        tcp: Addresses at which readers by transport="tcp" look for processes of this host, and why
+            none is read so; "".
         ptrace_scope: The value of `yama.ptrace_scope`; "": this kernel has none.
         devices: Network interfaces.
         rdma: RDMA devices.
@@ -90,6 +92,7 @@ class Facts:
     models: Sequence[Examined] = ()
     processes: Sequence[Surroundings] = ()
     ways: Mapping[str, str] | None = None
+    tcp: tuple[Sequence[str], str] | None = None
     ptrace_scope: str = ""
     devices: Collection[str] = ()
     rdma: Collection[str] = ()
@@ -105,7 +108,7 @@ class Facts:
 
 def findings(facts: Facts) -> list[Finding]:
     """All that is well and all that is not, of etcd first."""
-    rules = (_etcd, _models, _copying, _rdma, _neighbours, _packages, _shared_memory)
+    rules = (_etcd, _models, _copying, _tcp, _rdma, _neighbours, _packages, _shared_memory)
     found = list(chain.from_iterable(rule(facts) for rule in rules))
     return [*found, *_joined(facts)]
 
@@ -258,6 +261,22 @@ def _copying(facts: Facts) -> Iterator[Finding]:
         if is_denied
         else "docs/OPERATIONS.md, When reads are slow",
     )
+
+
+def _tcp(facts: Facts) -> Iterator[Finding]:
+    """Whether transport="tcp" works here, and from where."""
+    if facts.tcp is None:
+        return
+    found, (told, problem) = 'transport="tcp"', facts.tcp
+    way_out = f"{environment.LISTEN}, or open(listen=...)"
+    if problem:
+        yield Finding("warn", f"{found} does not work here: {problem}", "pass", way_out)
+    elif not told:
+        yield Finding(
+            "warn", f"{found} reaches this host alone", "an address that others reach", way_out
+        )
+    else:
+        yield Finding("ok", f"{found}: pass, and others find this host at {', '.join(told)}")
 
 
 def _rdma(facts: Facts) -> Iterator[Finding]:

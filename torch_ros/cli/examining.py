@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from torch_ros import environment
 from torch_ros.cli import asking, trial
 from torch_ros.cli.doctor import HERE, SHARED, Examined, Facts, Surroundings
 from torch_ros.cli.health import EtcdHealth, health
@@ -24,6 +25,7 @@ from torch_ros.errors import (
 )
 from torch_ros.features.fabrics.ways import part_of  # feature fabrics
 from torch_ros.features.shortcuts.trial import closed_to  # feature shortcuts
+from torch_ros.features.tcp import trial as tcp  # feature tcp
 from torch_ros.fleet import seen
 from torch_ros.p2p import rdma
 from torch_ros.p2p.ucx import has_gpu
@@ -42,7 +44,7 @@ DISTRIBUTION = "torch-ros"
 WAYS: list[str] = []  # modules for `trial.ways`
 WAYS += ["torch_ros.features.shortcuts.trial"]  # feature shortcuts
 WAYS += ["torch_ros.features.lending.trial"]  # feature lending
-CHECKED = ("torch", "nixl", "numpy", "msgspec")
+CHECKED = ("torch", "nixl", "numpy", "msgspec", "cryptography")
 
 
 def examine(endpoint: str, model: str | None) -> Facts:
@@ -78,6 +80,7 @@ def examine(endpoint: str, model: str | None) -> Facts:
         models=models,
         processes=processes,
         ways=trial.ways(*WAYS),
+        tcp=tcp.tried(environment.value(environment.LISTEN)),  # feature tcp
         ptrace_scope=_text("/proc/sys/kernel/yama/ptrace_scope"),
         devices=[name for _, name in socket.if_nameindex()],
         rdma=_listed("/sys/class/infiniband"),

@@ -24,7 +24,13 @@ from torch_ros.printable import log_of
 
 log: logging.Logger = log_of(__name__)
 
-TransportName = Literal["auto", "ucx", "ucx-tcp", "memory"]
+TransportName = Literal[
+    "auto",
+    "ucx",
+    "ucx-tcp",
+    "tcp",  # feature tcp
+    "memory",
+]
 NIXL = "torch_ros.p2p.nixl"
 REPLICA_CHARS_MAX = 64  # in an agent's name, which has to fit into mailboxes
 
@@ -37,6 +43,7 @@ class Network:
     fabric: str = ways.DEFAULT_FABRIC  # within it UCX takes whatever it finds
     wan_devices: Sequence[str] = ()  # for TCP to other fabrics; none: all that there are
     # } fabrics
+    listen: str = ""  # feature tcp
     connect_s: float = CONNECT_S  # for a peer's first answer
 
 
@@ -61,12 +68,17 @@ def choose_transport(
 
     Raises:
         UsageError: There is no such device, UCX cannot use it, or this process may open too few
-            files, or nothing in HOME.
+            files, or nothing in HOME; or it cannot listen where it is told to.
     """
     if name == "memory" or (name == "auto" and in_process):
         log.info("transport: within this process")
         return MemoryTransport()
     require_files()
+    agent = f"{replica[:REPLICA_CHARS_MAX]}/{rank}-{secrets.token_hex(3)}"
+    # feature tcp {
+    if name == "tcp":
+        return _over_tcp(agent, network, reason)
+    # } tcp
     require_home()
     # Importing nixl loads UCX and takes a second; a store in memory can do without. Ctrl-C must not
     # reach it: C++ classes that are half made cannot be made again in this process.
@@ -77,7 +89,6 @@ def choose_transport(
 
     how = ", TCP" if name == "ucx-tcp" else ""
     how += "; memory of this host is copied" if name == "auto" else ""  # feature shortcuts
-    agent = f"{replica[:REPLICA_CHARS_MAX]}/{rank}-{secrets.token_hex(3)}"
     named = environment.value("UCX_NET_DEVICES")
     with ExitStack() as undo:
 
@@ -108,6 +119,32 @@ def choose_transport(
     return transport
 
 
+# feature tcp {
+def _over_tcp(agent: str, network: Network, reason: str) -> Transport:
+    """Raises: UsageError: As `choose_transport`."""
+    # Loads what encrypts, which takes a moment; the others can do without.
+    from torch_ros.features.tcp.transport import at  # noqa: PLC0415
+
+    # feature fabrics {
+    if network.wan_devices:
+        found = f"wan_devices={tuple(network.wan_devices)}: those are for UCX"
+        raise UsageError(f'{found}; with transport="tcp" say listen={network.wan_devices[0]!r}')
+    # } fabrics
+    listen = network.listen or environment.value(environment.LISTEN)
+    made = at(listen, agent, connect_s=network.connect_s)
+    log.info("transport: TCP at %s (%s)", made.where, reason)
+    transport: Transport = made
+    # feature shortcuts {
+    try:
+        transport = ShortcutTransport(made, threads=thread_count())
+    except BaseException:
+        made.close()
+        raise
+    # } shortcuts
+    return transport
+
+
+# } tcp
 def interfaces_for(wanted: Sequence[str], ucx_net_devices: str) -> tuple[str, ...]:
     """The network interfaces of this host for TCP.
 

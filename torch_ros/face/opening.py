@@ -88,6 +88,7 @@ OPTIONS: Mapping[str, arguments.Check] = {  # of `open`
     "datacenter": arguments.text,
     "fabric": arguments.optional(arguments.text),  # feature fabrics
     "wan_devices": arguments.texts,  # feature fabrics
+    "listen": arguments.optional(arguments.text),  # feature tcp
     "spot": arguments.yes_or_no,
     "installs": arguments.yes_or_no,  # feature installs
     "timeout_s": arguments.seconds,
@@ -122,6 +123,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     datacenter: str = DEFAULT_DATACENTER,
     fabric: str | None = None,  # feature fabrics
     wan_devices: Sequence[str] = (),  # feature fabrics
+    listen: str | None = None,  # feature tcp
     spot: bool = False,
     installs: bool = False,  # feature installs
     timeout_s: float = 300.0,
@@ -179,6 +181,11 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
             on one host they copy. All others are reached over TCP alone. None: the datacenter.
         wan_devices: The network devices for TCP to and from other fabrics, such as ("eth1",). None:
             those in the environment's UCX_NET_DEVICES, else all; UCX chooses.
+        listen: Where readers reach this process with transport="tcp": addresses or network devices,
+            then a port, or a range of which the first free one is taken: "eth0",
+            "10.0.0.7,eth1:7000", "[fd00::7]:7000-7099", ":7000-7099". Loopback is always among
+            them. Each handle of a host takes a port of its own; so does `seeding="host"`. None: the
+            environment's TORCH_ROS_LISTEN, else all addresses and a port of the kernel's choice.
         spot: This replica may vanish at any time: its copies do not count for `retain`.
         installs: This replica feeds an engine, and says by `installing` which version that uses:
             `wait_installed` waits for it, from now on. The same on all ranks. Whatever reads
@@ -199,11 +206,14 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
             TORCH_ROS_CHECK_CONTRACT=1 turns it on without a change of code.
         relay: While this replica reads a version, others may read from it the part that is there.
         transport: "ucx": NIXL over UCX, which takes the best way that both ends have (shared
-            memory, RDMA, TCP); "ucx-tcp": TCP alone, the same on all replicas; "memory": within
-            this process; "auto": "memory" for a store in memory, else "ucx", but host memory of
-            sources on this host is copied directly, by up to four threads, if they too have "auto":
-            mapped if it is shared (`Tensor.share_memory_`), else as UCX's cma does. None: the
-            environment's TORCH_ROS_TRANSPORT, else "auto".
+            memory, RDMA, TCP); "ucx-tcp": TCP alone, the same on all replicas; "tcp": sockets of
+            torch_ros's own, the same on all replicas, for tensors in host memory: without NIXL,
+            encrypted beyond a host, and through them nothing is reached but what is registered; on
+            a host memory is copied as with "auto"; "memory": within this process; "auto": "memory"
+            for a store in memory, else "ucx", but host memory of sources on this host is copied
+            directly, by up to four threads, if they too have "auto": mapped if it is shared
+            (`Tensor.share_memory_`), else as UCX's cma does. None: the environment's
+            TORCH_ROS_TRANSPORT, else "auto".
         staging_bytes: Size of the buffer through which short strided runs are read, if there are
             any. On hosts, one that fits the processor's cache beats a larger one.
         costs: The time that reading and copying take here, by which short strided runs are read one
@@ -261,6 +271,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     endpoint = endpoint or environment.value(environment.ENDPOINT) or DEFAULT_ENDPOINT
     network = Network()
     network = Network(fabric or datacenter, tuple(wan_devices))  # feature fabrics
+    network = _listening(network, way, listen)  # feature tcp
     means = _Means(model, endpoint, timeout_s, way, network, reason, staging_bytes, costs)
     applicant = partial(Applicant, keys=Keys(model), rank=place.rank, world_size=place.world_size)
     applicant = partial(applicant, run=run, datacenter=datacenter, ttl_s=ttl_s, drain_s=drain_s)
@@ -296,6 +307,14 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     return handle
 
 
+# feature tcp {
+def _listening(network: Network, way: str, listen: str | None) -> Network:
+    if listen and way != "tcp":
+        raise UsageError(f'listen={listen!r}: it is of transport="tcp", and this is {way!r}')
+    return replace(network, listen=listen or "")
+
+
+# } tcp
 def _as_they_are(_: Transport) -> Pages:
     return Pages()
 

@@ -1,0 +1,402 @@
+"""The source's end: a thread that sends registered memory to readers who know the token.
+
+docs/protocol/tcp.md says what a stranger can do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import random
+import resource
+import selectors
+import socket
+import threading
+import time
+import weakref
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from torch_ros.channels import wire
+from torch_ros.channels.addresses import plain, tune
+from torch_ros.channels.meeting import (
+    FLAGS,
+    GO_ON,
+    WRITE,
+    Channel,
+    SealedChannel,
+    Steps,
+    TcpIdentity,
+    accept,
+)
+from torch_ros.channels.views import PieceBuffers, at, rest
+from torch_ros.channels.wire import Garbage
+from torch_ros.errors import UsageError
+from torch_ros.p2p.regions import Cover
+from torch_ros.printable import log_of
+
+log = log_of(__name__)
+
+Rows = Sequence[tuple[bytes, int, int]]
+
+UNPROVEN_MAX, UNPROVEN_S = 64, 5.0  # connections that have not shown the token
+CONNECTIONS_MAX = 1024  # of a process, and at most a quarter of the files that it may open
+REST_S = 1.0  # of the listeners, when this process may open no more
+TICK_S = 0.5
+LOOKS_MAX = 8  # at a word that changes meanwhile
+_NOEXEC = 0x0008  # MFD_NOEXEC_SEAL, which some systems ask for and old ones do not know
+_NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+_servers: weakref.WeakSet[Server] = weakref.WeakSet()
+
+
+def share() -> int:
+    """How many connections this process may have in each direction."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return CONNECTIONS_MAX if limit < 0 else max(1, min(CONNECTIONS_MAX, limit // 4))
+
+
+class Table:
+    """What may be read now, by the ids of registrations."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # held for one look-up, and one copy that does not wait
+        self._bounds: dict[bytes, tuple[list[int], list[int]]] = {}
+
+    def add(self, name: bytes, cover: Cover) -> None:
+        self._bounds[name] = cover.starts.tolist(), cover.ends.tolist()
+
+    def remove(self, name: bytes) -> None:
+        """When this returns, not a byte of it is copied any more."""
+        self._bounds.pop(name, None)
+        with self.lock:
+            pass
+
+    def has(self, name: bytes, address: int, size: int) -> bool:
+        """Whether the id is there. Raises: Garbage: These bytes are not in one region of it."""
+        if (bounds := self._bounds.get(name)) is None:
+            return False
+        starts, ends = bounds
+        region = bisect_right(starts, address) - 1
+        if region < 0 or address + size > ends[region]:
+            raise Garbage("memory that is not registered")
+        return True
+
+    def refuse_gone(self, names: Collection[bytes]) -> None:
+        """Raises: ConnectionError: One is not there any more. The caller holds the lock."""
+        if not all(name in self._bounds for name in names):
+            raise ConnectionError("it was unregistered")
+
+
+@dataclass(eq=False, slots=True)
+class _Connection:
+    sock: socket.socket
+    who: str  # the address that it comes from
+    since_s: float  # it is there, or the last byte went, on the server's clock
+    steps: Steps = field(init=False)
+    event: int = selectors.EVENT_READ
+    is_proven: bool = False
+    is_due: bool = False  # an answer is
+    is_near: bool = False  # it came by loopback
+
+
+class Server:
+    """Listens, meets and answers, in one thread, until `close`.
+
+    Raises: UsageError: This process may write no piece to memory that is a file.
+    """
+
+    def __init__(
+        self, agent: str, identity: TcpIdentity, table: Table, listeners: Sequence[socket.socket]
+    ) -> None:
+        self._agent, self._identity, self._table = agent, identity, table
+        self._listeners = tuple(listeners)
+        self._buffers = PieceBuffers(wire.PIECE_BYTES + 64)
+        self._piece_fd, self._piece = _piece()
+        self._wakes = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector = selectors.DefaultSelector()
+        self._connections: dict[int, _Connection] = {}
+        self._now_s = self._rests_s = self._turned_s = 0.0  # by its own clock; by the system's
+        self._ends = False
+        self._begin()
+        self._thread = threading.Thread(target=self._run, name="torch_ros serves", daemon=True)
+        _servers.add(self)
+        self._thread.start()
+
+    @property
+    def count(self) -> int:
+        return len(self._connections)
+
+    def close(self) -> None:
+        """End all connections. Idempotent. Nothing is sent when this has returned."""
+        if not self._ends:
+            self._ends = True
+            os.eventfd_write(self._wakes, 1)
+        self._thread.join(UNPROVEN_S)
+        if self._thread.is_alive():
+            log.error("%s does not end: memory may still be read", self._thread.name)
+
+    def forget(self) -> None:
+        """In a forked child: close the parent's files, by their numbers and without a word."""
+        self._ends = True
+        for sock in (*self._listeners, *(each.sock for each in self._connections.values())):
+            _close(sock.detach())
+        self._connections.clear()
+        self._selector.close()
+        self._close_rest()
+
+    def _close_rest(self) -> None:
+        for fd in (self._wakes, self._piece_fd):
+            _close(fd)
+        with contextlib.suppress(BufferError):  # the parent was just sending it
+            self._piece.close()
+
+    # The thread
+
+    def _begin(self) -> None:
+        self._selector.register(self._wakes, selectors.EVENT_READ)
+        self._listen()
+
+    def _listen(self) -> None:
+        for sock in self._listeners:
+            self._selector.register(sock, selectors.EVENT_READ)
+        self._rests_s = 0.0
+
+    def _run(self) -> None:
+        self._turned_s = time.monotonic()
+        while not self._ends:
+            try:
+                self._turn()
+            except Exception:
+                log.exception("%s goes on after an error that was not expected", self._thread.name)
+                self._drop_all()
+                self._selector.close()
+                self._selector = selectors.DefaultSelector()
+                self._begin()
+        _servers.discard(self)  # its numbers may be others' from here on
+        self._drop_all()
+        for sock in self._listeners:
+            sock.close()
+        self._selector.close()
+        self._close_rest()
+
+    def _turn(self) -> None:
+        """Serve all that is ready; then end those who have been there too long without the token.
+        The time that this process stood still is not theirs.
+        """
+        is_timed = self._rests_s or not all(each.is_proven for each in self._connections.values())
+        found = self._selector.select(TICK_S if is_timed else None)
+        now_s = time.monotonic()
+        self._now_s += min(now_s - self._turned_s, 2 * TICK_S)
+        self._turned_s = now_s
+        for key, _ in found:
+            if isinstance(key.data, _Connection):
+                self._step(key.data)
+            elif isinstance(key.fileobj, socket.socket):
+                self._accept(key.fileobj)
+        for each in tuple(self._connections.values()):
+            if not each.is_proven and each.since_s + UNPROVEN_S < self._now_s:
+                self._drop(each)
+        if self._rests_s and self._rests_s <= self._now_s:
+            self._listen()
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            if error.errno in _NO_ROOM and not self._rests_s:
+                log.warning("no reader can connect for now (%s)", error)
+                for each in self._listeners:
+                    self._selector.unregister(each)
+                self._rests_s = self._now_s + REST_S
+            return
+        try:
+            sock.settimeout(0)
+            tune(sock)
+            who, to = plain(sock.getpeername()[0]), plain(sock.getsockname()[0])
+        except (OSError, ValueError):  # it has gone again
+            sock.close()
+            return
+        new = _Connection(sock, str(who), self._now_s)
+        new.is_near, new.steps = to.is_loopback, self._serve(new)
+        self._make_room()
+        self._connections[sock.fileno()] = new
+        self._selector.register(sock, new.event, new)
+        self._step(new)
+
+    def _make_room(self) -> None:
+        """End one of those who have not shown the token, if they are too many: one of the address
+        that has most, by chance, so that no flood pushes out all others.
+        """
+        unproven = [each for each in self._connections.values() if not each.is_proven]
+        if len(unproven) >= UNPROVEN_MAX:
+            [(most, _)] = Counter(each.who for each in unproven).most_common(1)
+            self._drop(random.choice([each for each in unproven if each.who == most]))  # noqa: S311
+
+    def _has_room(self, new: _Connection, mode: int) -> bool:
+        """Whether a reader that knows the token may stay. The longest idle one goes for it, and
+        none on which an answer is due.
+        """
+        if mode == wire.NEAR and not new.is_near:
+            raise Garbage("plain, and not by loopback")
+        if sum(server.count for server in tuple(_servers)) > share():
+            idle = [e for e in self._connections.values() if e.is_proven and not e.is_due]
+            if not idle:
+                return False
+            self._drop(min(idle, key=lambda each: each.since_s))
+        return True
+
+    def _step(self, one: _Connection) -> None:
+        """Let a connection do what it can now. Its error is its own end, and nobody else's."""
+        if one.sock.fileno() not in self._connections:
+            return  # ended in this turn, for another
+        try:
+            event = next(one.steps) or WRITE
+        except StopIteration:
+            self._drop(one)
+        except OSError as error:
+            log.debug("a connection from %s ends: %s", one.who, error)
+            self._drop(one)
+        except Exception:
+            log.exception("%s goes on after an error that was not expected", self._thread.name)
+            self._drop(one)
+        else:
+            if one.is_proven:
+                one.since_s = self._now_s
+            if event != one.event and one.sock.fileno() >= 0:
+                one.event = event
+                self._selector.modify(one.sock, event, one)
+
+    def _drop(self, one: _Connection) -> None:
+        if self._connections.pop(one.sock.fileno(), None):
+            self._selector.unregister(one.sock)
+        one.steps.close()
+        with contextlib.suppress(OSError):  # a forked child may have it too: say that it is over
+            one.sock.shutdown(socket.SHUT_RDWR)
+        one.sock.close()
+
+    def _drop_all(self) -> None:
+        for each in tuple(self._connections.values()):
+            self._drop(each)
+
+    # A connection
+
+    def _serve(self, one: _Connection) -> Steps:
+        channel = yield from accept(
+            *(one.sock, self._identity, self._agent, self._buffers),
+            lambda mode: self._has_room(one, mode),
+        )
+        one.is_proven = True
+        while True:
+            one.is_due = False
+            count = wire.parse_head((yield from channel.receive(wire.HEAD.size)))
+            one.is_due = True
+            rows = wire.parse_rows((yield from channel.receive(count * wire.ROW.size)))
+            yield from self._answer(channel, rows)
+
+    def _answer(self, channel: Channel, rows: Rows) -> Steps:
+        for number, row in enumerate(rows):
+            if number % wire.PIECE_ROWS == wire.PIECE_ROWS - 1:
+                yield GO_ON
+            if not self._table.has(*row):
+                yield from channel.send(wire.STATUS.pack(wire.IS_GONE))
+                return
+        yield from channel.send(wire.STATUS.pack(wire.HERE), more=True)
+        if wire.is_word(rows):
+            yield from channel.send(self._look(rows[0]))
+        elif isinstance(channel, SealedChannel):
+            yield from self._sealed(channel, rows)
+        else:
+            yield from self._plain(channel.sock, rows)
+
+    def _look(self, row: tuple[bytes, int, int]) -> bytes:
+        """A word that is whole: the kernel copies bytes, and promises no more."""
+        name, address, size = row
+        before = b""
+        for _ in range(LOOKS_MAX):
+            self._copy({name}, [at(address, size)], size)
+            now = self._piece[:size]
+            if now == before:
+                return now
+            before = now
+        raise ConnectionError("a word that never stays the same")
+
+    def _plain(self, sock: socket.socket, rows: Rows) -> Steps:
+        for piece in wire.pieces([size for _, _, size in rows]):
+            names = {rows[number][0] for number, _, _ in piece}
+            views = [at(rows[number][1] + first, size) for number, first, size in piece]
+            while views:
+                count = 0
+                with self._table.lock, contextlib.suppress(BlockingIOError):
+                    self._table.refuse_gone(names)
+                    count = sock.sendmsg(views, (), FLAGS)
+                views = rest(views, count)
+                if views:
+                    yield WRITE
+            yield GO_ON
+
+    def _sealed(self, channel: SealedChannel, rows: Rows) -> Steps:
+        for piece in wire.pieces([size for _, _, size in rows]):
+            names = {rows[number][0] for number, _, _ in piece}
+            views = [at(rows[number][1] + first, size) for number, first, size in piece]
+            size = sum(map(len, views))
+            self._copy(names, views, size)
+            yield from channel.seal(memoryview(self._piece)[:size])
+            yield GO_ON
+
+    def _copy(self, names: Collection[bytes], views: Sequence[memoryview], size: int) -> None:
+        """Copy memory to the piece, by the kernel, to which a page that is gone is no signal.
+
+        Raises: OSError: It is not there any more, in whole: what was in the piece is another's.
+        """
+        with self._table.lock:
+            self._table.refuse_gone(names)
+            count = os.pwritev(self._piece_fd, views, 0)
+        if count != size:
+            raise ConnectionError("memory that is registered cannot be read")
+
+
+def _piece() -> tuple[int, mmap.mmap]:
+    """Memory for one piece that is a file, and where it is mapped."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if 0 <= limit < wire.PIECE_BYTES:
+        raise UsageError(
+            f"this process may write files of {limit} bytes: expected {wire.PIECE_BYTES} at least, "
+            "for what is sent from memory; raise the limit (ulimit -f)"
+        )
+    try:
+        fd = os.memfd_create("torch_ros piece", os.MFD_CLOEXEC | _NOEXEC)
+    except OSError:
+        fd = os.memfd_create("torch_ros piece", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, wire.PIECE_BYTES)
+        return fd, mmap.mmap(fd, wire.PIECE_BYTES, prot=mmap.PROT_READ)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _close(fd: int) -> None:
+    with contextlib.suppress(OSError):
+        os.close(fd)
+
+
+def _forget_all() -> None:
+    """In a forked child, whatever is raised meanwhile, as by a signal's handler."""
+    for server in tuple(_servers):
+        for _ in range(3):
+            try:
+                server.forget()
+                break
+            except BaseException:  # noqa: BLE001, S112  # once more
+                continue
+    _servers.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)

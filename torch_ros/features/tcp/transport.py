@@ -1,0 +1,337 @@
+"""The transport over sockets of our own: docs/protocol/tcp.md.
+
+Reads go through requests to a thread of the source, which sends what is registered, and nothing
+else. Host memory only.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import secrets
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+
+from torch_ros.channels import addresses, wire
+from torch_ros.channels.addresses import Listen, parse_listen
+from torch_ros.channels.meeting import Answer, Running, TcpIdentity
+from torch_ros.channels.views import PieceBuffers
+from torch_ros.channels.wire import Garbage, Named
+from torch_ros.costs import TCP_COSTS, Costs
+from torch_ros.errors import ClosedError, NotSupported, TransferFailed
+from torch_ros.features.tcp.reading import Flight, Sockets, TcpTransfer, Unregistered, wait
+from torch_ros.features.tcp.serving import Server, Table
+from torch_ros.p2p.regions import Cover, cut, merge
+from torch_ros.p2p.transport import CONNECT_S
+from torch_ros.p2p.voucher import Neighbour, Unproven
+from torch_ros.spans import HOST, Region, Spans
+
+EVERYWHERE = Listen()
+_PINGS = 8  # a busy core delays some
+
+_transports: weakref.WeakSet[TcpTransport] = weakref.WeakSet()
+
+
+class TcpRegistration:
+    """A `Registration`, under a random id that only its descriptor has."""
+
+    def __init__(self, transport: TcpTransport, regions: Sequence[Region]) -> None:
+        if any(region.device != HOST for region in regions):
+            raise NotSupported(
+                'memory of a GPU with transport="tcp"',
+                'use transport="auto" on all replicas, or publish a copy in host memory: '
+                'publish_copy(..., to="cpu")',
+            )
+        self._transport = transport
+        self.is_open: bool = True
+        self.name: bytes = secrets.token_bytes(16)
+        self.cover: Cover | None = None
+        self.descriptor: bytes = b""
+        if regions:
+            self.cover = cover = merge(HOST, regions, key=next(transport.keys))
+            bounds = np.stack((cover.starts, cover.ends)).tobytes()
+            named = Named(self.name, HOST, bounds)
+            self.descriptor = wire.descriptor_of(transport.agent, [named])
+            transport.table.add(self.name, cover)
+
+    def close(self) -> None:
+        transport = self._transport
+        if transport.is_foreign:
+            return
+        with transport.lock:
+            self.is_open = False  # no read into it is posted from here on
+            if self in transport.registrations:
+                transport.registrations.remove(self)
+            reads = [read for read in transport.reads if self in read.targets]
+        transport.table.remove(self.name)
+        for read in reads:
+            read.stop("the memory it lands in was unregistered")
+
+
+class TcpPeer:
+    """A `Peer`, with its own sockets."""
+
+    costs: Costs = TCP_COSTS
+
+    def __init__(self, transport: TcpTransport, agent: str, sockets: Sockets) -> None:
+        self.transport, self.agent, self.sockets = transport, agent, sockets
+        self._names: dict[Cover, bytes] = {}  # attached, the newest first
+        self._is_closed = False
+        self._pings, self._ping_s = 0, float("inf")
+        self._keys = itertools.count()
+
+    def ended(self) -> str:
+        """The reason for which nothing more is read from it; ""."""
+        if self.transport.is_closed:
+            return "this transport is closed"
+        return "the connection was closed" if self._is_closed else ""
+
+    def attach(self, descriptor: bytes) -> None:
+        self._refuse_closed()
+        if not descriptor:
+            return
+        try:
+            agent, named = wire.parse_descriptor(descriptor)
+            if agent != self.agent:
+                raise Garbage("the descriptor is not of this agent")
+            new = {Cover(next(self._keys), each.device, *each.regions()): each.id for each in named}
+        except Garbage as error:
+            raise TransferFailed(self.agent, str(error)) from error
+        with self.transport.lock:
+            known = set(self._names.values())
+            self._names = {
+                cover: name for cover, name in new.items() if name not in known
+            } | self._names
+
+    def is_beyond(self, limit_s: float) -> bool:
+        self._refuse_closed()
+        while self._ping_s > limit_s and self._pings < _PINGS:
+            self._ping()
+        return self._ping_s > limit_s
+
+    def _ping(self) -> None:
+        """Ask for memory that nobody has: that is answered at once."""
+        byte = np.zeros(1, np.uint8)
+        row = (bytes(16), 0, byte.ctypes.data, 1)
+        read, begun_s = TcpTransfer(self, [row], ()), time.monotonic()
+        try:
+            read.post()
+            while not read.is_done() and time.monotonic() < begun_s + self.transport.connect_s:
+                pass
+        except TransferFailed as error:
+            if not isinstance(error.__cause__, Unregistered):
+                raise
+        finally:
+            read.close()
+        self._pings, self._ping_s = self._pings + 1, min(self._ping_s, time.monotonic() - begun_s)
+
+    def prepare(
+        self, spans: Spans, *, source_device: int = HOST, target_device: int = HOST
+    ) -> TcpTransfer:
+        """Cut the spans where registrations end, and note in which of them the pieces land."""
+        self._refuse_closed()
+        with self.transport.lock:
+            names = {c.key: (c, n) for c, n in self._names.items() if c.device == source_device}
+            owners = {
+                each.cover: each
+                for each in reversed(self.transport.registrations)
+                if each.cover and each.cover.device == target_device
+            }
+        sources = [cover for cover, _ in names.values()]
+        pieces = cut(self.agent, spans, sources, tuple(owners))
+        used = set(pieces[:, 4].tolist())  # of the target covers
+        rows = [(names[key][1], source, to, size) for source, to, size, key, _ in pieces.tolist()]
+        return TcpTransfer(self, rows, [own for cover, own in owners.items() if cover.key in used])
+
+    def cut(self) -> None:
+        """Nothing: to close a read ends it at once, whether the peer answers or not."""
+
+    def close(self) -> None:
+        if self.transport.is_foreign:
+            return
+        self._is_closed = True
+        with self.transport.lock:
+            reads = [read for read in self.transport.reads if read.peer is self]
+        for read in reads:
+            read.stop("the connection was closed")
+        self.transport.leave(self)
+        self.sockets.close()
+
+    def _refuse_closed(self) -> None:
+        self.transport.refuse_closed()
+        if self._is_closed:
+            raise ClosedError(f"the connection to agent {self.agent!r} was closed")
+
+
+class TcpTransport:
+    """A `Transport` over TCP: encrypted, but for processes that share a host's loopback.
+
+    After `fork`, calls in the child raise `ClosedError`, and to close something does nothing. The
+    child may make its own.
+
+    Args:
+        listen: Where.
+        connect_s: For the first answer of a peer.
+        place: The host and the namespace of its network, as `addresses.place` says. For tests.
+
+    Raises: UsageError: It cannot listen there.
+    """
+
+    is_copied_from: bool = False
+
+    def __init__(
+        self,
+        agent: str | None = None,
+        *,
+        listen: Listen = EVERYWHERE,
+        connect_s: float = CONNECT_S,
+        place: tuple[str, int] | None = None,
+    ) -> None:
+        self.agent: str = agent or str(uuid.uuid4())
+        self.connect_s: float = connect_s
+        self.lock: threading.RLock = threading.RLock()  # never held while a read's is asked for
+        self.table: Table = Table()
+        self.registrations: list[TcpRegistration] = []
+        self.reads: set[TcpTransfer] = set()
+        self.keys = itertools.count()
+        self.is_closed: bool = False
+        self._place = place or addresses.place()
+        self._peers: set[TcpPeer] = set()
+        self._buffers = PieceBuffers(wire.PIECE_BYTES + 64)
+        self._pid = os.getpid()
+        identity = TcpIdentity()
+        sockets, port, told = addresses.listeners(listen)
+        self.told: tuple[str, ...] = tuple(map(str, told))  # the addresses for readers elsewhere
+        self.where: str = f"port {port} of {', '.join(self.told) or 'loopback'}"
+        packed = [address.packed for address in told]
+        self.connection: bytes = wire.card_of(
+            *(self.agent, self._place, port, packed, (identity.pin, identity.token))
+        )
+        self._server = Server(self.agent, identity, self.table, sockets)
+        _transports.add(self)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this is a forked child, in which no thread serves."""
+        return os.getpid() != self._pid
+
+    def register(self, regions: Sequence[Region]) -> TcpRegistration:
+        self.refuse_closed()
+        registration = TcpRegistration(self, regions)
+        with self.lock:
+            self.registrations.append(registration)
+        return registration
+
+    def prove(self, agent: str, descriptor: bytes) -> Neighbour:  # noqa: ARG002  # neither helps
+        raise Unproven("TCP does not say in which process an agent is")
+
+    def connect(self, connection: bytes) -> TcpPeer:
+        """Return a peer once it has answered."""
+        self.refuse_closed()
+        agent = "?"
+        try:
+            card = wire.parse_card(connection)
+            agent = card.agent
+            if agent == self.agent:
+                raise Garbage("an agent cannot connect to itself")
+            routes = addresses.routes(card, self._place)
+            sockets = Sockets(card, routes, self._buffers)
+            self._first(sockets)
+        except OSError as error:
+            raise TransferFailed(agent, str(error.strerror or error)) from error
+        peer = TcpPeer(self, agent, sockets)
+        with self.lock:
+            self._peers.add(peer)
+            self._share_out()
+        return peer
+
+    def _first(self, sockets: Sockets) -> None:
+        """Make the first connection. Raises: OSError: It does not answer in time."""
+        flight = Flight()
+        try:
+            channel, _ = _awaited(sockets.take(flight), flight, self.connect_s)
+        except BaseException:
+            flight.close()
+            raise
+        sockets.give(flight, channel)
+
+    def _share_out(self) -> None:
+        for peer in self._peers:
+            peer.sockets.peers = len(self._peers)
+
+    def leave(self, peer: TcpPeer) -> None:
+        with self.lock:
+            self._peers.discard(peer)
+            self._share_out()
+
+    def add(self, read: TcpTransfer) -> None:
+        with self.lock:
+            self.reads.add(read)
+
+    def discard(self, read: TcpTransfer) -> None:
+        with self.lock:
+            self.reads.discard(read)
+
+    def flying(self) -> list[TcpTransfer]:
+        """All reads that are in flight."""
+        with self.lock:
+            return [read for read in self.reads if read.is_flying]
+
+    def close(self) -> None:
+        if self.is_foreign or self.is_closed:
+            return
+        self.is_closed = True
+        with self.lock:
+            registrations, reads = tuple(self.registrations), tuple(self.reads)
+            peers = tuple(self._peers)
+        for registration in registrations:
+            registration.close()
+        for read in reads:
+            read.stop("this transport is closed")
+        for peer in peers:
+            peer.close()
+        self._server.close()
+
+    def refuse_closed(self) -> None:
+        self.refuse_fork()
+        if self.is_closed:
+            raise ClosedError(f"the transport of agent {self.agent!r} is closed")
+
+    def refuse_fork(self) -> None:
+        if self.is_foreign:
+            raise ClosedError(f"the transport of agent {self.agent!r} belongs to another process")
+
+
+def at(listen: str, agent: str, *, connect_s: float) -> TcpTransport:
+    """A transport where the option `listen` of `open` says. Raises: UsageError: It cannot be."""
+    return TcpTransport(agent, listen=parse_listen(listen), connect_s=connect_s)
+
+
+def _awaited(steps: Running[Answer], flight: Flight, limit_s: float) -> Answer:
+    """The answer, for which this thread waits. Raises: TimeoutError: It takes longer."""
+    end_s = time.monotonic() + limit_s
+    try:
+        while True:
+            flight.event = next(steps)
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"it did not answer within {limit_s:g} s")
+            wait([flight], 0.05)
+    except StopIteration as end:
+        answer: Answer = end.value
+        return answer
+    finally:
+        steps.close()
+
+
+def _close_all() -> None:
+    for transport in tuple(_transports):
+        transport.close()
+
+
+atexit.register(_close_all)
