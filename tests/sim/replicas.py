@@ -245,8 +245,12 @@ class Process:
         self.reads_from = []
         self.world.tell(self, "ends")
 
+    def _hindered(self) -> float:
+        """How long the actor that asks was kept from moving, in all: that is no call's doing."""
+        return self.hindered_s + self.world.current.stood_s
+
     def _close(self) -> None:
-        world, hindered_s = self.world, self.hindered_s
+        world, hindered_s = self.world, self._hindered()
         self.closing_s, most_s = world.now_s, self.start.linger_s
         # Drawn apart, so that each seed stays much what it was.
         draw = Random(f"leaves/{world.seed}/{self.number}").random()
@@ -256,7 +260,7 @@ class Process:
             world.saw("left")
         else:
             self.handle.close()
-        took_s = world.now_s - self.closing_s - (self.hindered_s - hindered_s)
+        took_s = world.now_s - self.closing_s - (self._hindered() - hindered_s)
         world.checks.closed(self, most_s, took_s)
 
     @property
@@ -318,7 +322,7 @@ class Process:
         self._finale()
 
     def _attempt(self, task: Task) -> Exception | None:
-        world, began_s, hindered_s = self.world, self.world.now_s, self.hindered_s
+        world, began_s, hindered_s = self.world, self.world.now_s, self._hindered()
         error, self.is_called = None, True
         try:
             answer = getattr(self, task.kind)(task)
@@ -340,7 +344,7 @@ class Process:
             world.checks.withdrew(self)
         finally:
             self.is_called = False
-        took_s = world.now_s - began_s - (self.hindered_s - hindered_s)
+        took_s = world.now_s - began_s - (self._hindered() - hindered_s)
         world.checks.took(self, task, took_s)
         if task.kind not in {"unpublish", "idle", "stream"}:
             self.scribble_if_free()
@@ -539,7 +543,7 @@ class Process:
         came, good = [], []
         while len(came) < leave_after:
             world.checks.handed_out(self, stream, good)  # nobody writes there until it is asked
-            began_s, hindered_s = world.now_s, self.hindered_s
+            began_s, hindered_s = world.now_s, self._hindered()
             try:
                 if stream.left_in_buffer == 0:
                     good = []
@@ -547,7 +551,7 @@ class Process:
             except StopIteration:
                 break
             finally:
-                took_s = world.now_s - began_s - (self.hindered_s - hindered_s)
+                took_s = world.now_s - began_s - (self._hindered() - hindered_s)
                 world.checks.took(self, Task("next", timeout_s=timeout_s), took_s)
             came.append(fqn)
             good.append((fqn, tensor))

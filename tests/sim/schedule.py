@@ -24,8 +24,8 @@ class Actor:
     """What is a thread in production."""
 
     __slots__ = (
-        "args", "greenlet", "is_killed", "is_over", "loops", "process", "reply", "role", "step",
-        "target", "thread", "token", "waiting", "wipes",
+        "args", "greenlet", "is_killed", "is_over", "loops", "process", "ready_s", "reply", "role",
+        "stood_s", "target", "thread", "token", "waiting", "wipes",
     )  # fmt: skip
 
     def __init__(self, process, role: str, target: Callable, args: tuple = ()) -> None:
@@ -37,6 +37,8 @@ class Actor:
         self.is_over = self.is_killed = False
         self.loops: list = []  # ranges and rule of the loops of the store that it is in
         self.thread: object = None
+        self.ready_s = math.inf  # since when it can move
+        self.stood_s = 0.0  # how long it could have moved, and others did, in all
         self.wipes = 0  # that the store had seen when it answered last
 
     def __str__(self) -> str:
@@ -84,7 +86,7 @@ class Scheduler:
             raise Killed
         actor.waiting, actor.reply = what, None
         actor.token += 1
-        self._ready.append(actor)
+        self._make_ready(actor)
         reply = self._hub.switch()
         if isinstance(reply, BaseException):
             raise reply
@@ -101,7 +103,7 @@ class Scheduler:
         if actor.token == token and not actor.is_over:
             actor.token += 1
             actor.reply = reply
-            self._ready.append(actor)
+            self._make_ready(actor)
 
     def at(self, when_s: float, do: Callable, *args) -> None:
         heapq.heappush(self._timers, (when_s, next(self._numbers), do, args))
@@ -115,7 +117,7 @@ class Scheduler:
         self.actors.add(actor)
         process.actors.append(actor)
         actor.greenlet = greenlet.greenlet(self._live, self._hub)
-        self._ready.append(actor)
+        self._make_ready(actor)
         return actor
 
     def kill(self, actors: list[Actor]) -> None:
@@ -163,10 +165,16 @@ class Scheduler:
 
     def release(self, process) -> None:
         """It was suspended, and is not any more."""
-        self._ready += process.held_up
+        for actor in process.held_up:
+            self._make_ready(actor)
         process.held_up.clear()
 
+    def _make_ready(self, actor: Actor) -> None:
+        actor.ready_s = self.now_s
+        self._ready.append(actor)
+
     def _resume(self, actor: Actor) -> None:
+        actor.stood_s += self.now_s - actor.ready_s
         self.current = actor
         actor.greenlet.switch(actor.reply)
         self.current = None
