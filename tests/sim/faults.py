@@ -821,7 +821,7 @@ def _(rule, view, seat, note_lease_id):
     step = rule(view, seat, note_lease_id)
     if isinstance(step, Done):
         return step
-    known = membership.records_of(view, seat.keys, seat.inst)
+    known = membership.to_delete(view, seat.keys, seat.inst)
     return Act(Txn(step.txn.guards, (step.txn.ops[0], *known)), step.then)
 
 
