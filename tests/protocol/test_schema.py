@@ -1,5 +1,7 @@
 """Another release is told apart by one number, before any record of it is believed."""
 
+from contextlib import contextmanager
+
 import pytest
 from kit import inside
 
@@ -13,9 +15,16 @@ from torch_ros.store.txn import Delete, Put, Read, Txn, one
 OTHER = SchemaRecord(SCHEMA + 1, "9.9.9")
 
 
-def put(handle, record):
-    key = Keys(handle.model).schema()
-    inside(handle).group.kv.commit(Txn((), (Put(key, record.encode()),)), timeout_s=5)
+@contextmanager
+def of_another_release(handle):
+    """Within, the model's records are another release's. Others list all models of this etcd."""
+    kv, key = inside(handle).group.kv, Keys(handle.model).schema()
+    [ours] = [entry.value for at, entry in entries(handle).items() if at == key]
+    kv.commit(Txn((), (Put(key, OTHER.encode()),)), timeout_s=5)
+    try:
+        yield
+    finally:
+        kv.commit(Txn((), (Put(key, ours),)), timeout_s=5)
 
 
 def entries(handle):
@@ -35,14 +44,16 @@ def test_the_first_handle_of_a_model_says_which_format_it_has(opened):
 @pytest.mark.parametrize("is_new", [True, False], ids=["new", "waited for"])
 def test_a_model_of_another_release_is_refused_by_name_and_left_as_it_is(opened, is_new):
     handle = opened("here")
-    put(handle, OTHER)
-    before = entries(handle)
-    with pytest.raises(BackendError, match=r"release 9\.9\.9 .*and this is release 0") as caught:
-        opened("late" if is_new else "here", timeout_s=5)
-    assert f"etcdctl del --prefix /torch-ros/{handle.model}/" in str(caught.value)
-    assert entries(handle) == before
-    with pytest.raises(BackendError, match=r"9\.9\.9"):
-        handle.fleet()
+    with of_another_release(handle):
+        before = entries(handle)
+        with pytest.raises(
+            BackendError, match=r"release 9\.9\.9 .*and this is release 0"
+        ) as caught:
+            opened("late" if is_new else "here", timeout_s=5)
+        assert f"etcdctl del --prefix /torch-ros/{handle.model}/" in str(caught.value)
+        assert entries(handle) == before
+        with pytest.raises(BackendError, match=r"9\.9\.9"):
+            handle.fleet()
 
 
 @pytest.mark.long
