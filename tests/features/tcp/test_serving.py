@@ -1,6 +1,7 @@
 """What a source gives to whom, over sockets: registered memory, to those who know the token."""
 
 import ctypes
+import hashlib
 import mmap
 import os
 import select
@@ -8,6 +9,7 @@ import signal
 import socket
 import ssl
 import statistics
+import threading
 import time
 import traceback
 from contextlib import closing, suppress
@@ -18,13 +20,15 @@ import pytest
 from kit import until
 from p2p.steps import attached, prepared, region
 
-from torch_ros.channels import wire
+from torch_ros.channels import addresses, wire
 from torch_ros.channels.addresses import Listen, place
+from torch_ros.channels.meeting import openssl
 from torch_ros.errors import NotSupported, TransferFailed, UsageError
 from torch_ros.features.tcp import reading, serving
 from torch_ros.features.tcp.reading import Flight, Sockets
 from torch_ros.features.tcp.transport import TcpTransport, _awaited
-from torch_ros.spans import Region
+from torch_ros.p2p.regions import merge
+from torch_ros.spans import HOST, Region
 
 DEADLINE_S = 20
 SIZE = 8 << 20
@@ -212,6 +216,47 @@ def test_unregistering_waits_for_no_reader(source):
     with closing(Raw(source)) as stranger:
         assert stranger.ask((name, other.ctypes.data, 10)) == wire.HERE
         assert stranger.receive(10) == other.tobytes()
+
+
+@SEALED
+def test_no_byte_is_copied_after_unregistering(source):
+    held = np.zeros(32 << 20, np.uint8)
+    registration = source.register([region(held)])
+    with closing(Raw(source)) as slow:
+        assert slow.ask((registration.name, held.ctypes.data, held.nbytes)) == wire.HERE
+        registration.close()
+        held[:] = 7
+        came = 0
+        with pytest.raises(ConnectionError):
+            while came < held.nbytes:
+                assert not any(slow.receive(wire.PIECE_BYTES))
+                came += wire.PIECE_BYTES
+
+
+def test_unregistering_waits_for_a_copy_under_way():
+    table, held = serving.Table(), bytes_of(10)
+    table.add(bytes(16), merge(HOST, [region(held)], key=1))
+    closing_thread = threading.Thread(target=table.remove, args=(bytes(16),))
+    with table.lock:
+        closing_thread.start()
+        until(lambda: not table.has(bytes(16), held.ctypes.data, 1), DEADLINE_S)
+        closing_thread.join(0.2)
+        assert closing_thread.is_alive()
+    closing_thread.join(DEADLINE_S)
+    assert not closing_thread.is_alive()
+
+
+def test_plain_is_spoken_by_loopback_alone():
+    far = [each for _, each in addresses.own() if not each.is_loopback and each.version == 4]
+    if not far:
+        pytest.skip("this host has loopback alone")
+    with closing(TcpTransport()) as source:
+        card = wire.parse_card(source.connection)
+        knock = wire.knock(wire.NEAR, bytes(32), card.token, card.pin, card.agent)
+        for host, answer in (("127.0.0.1", wire.WELCOME), (str(far[0]), b"")):
+            with socket.create_connection((host, card.port), DEADLINE_S) as stranger:
+                stranger.sendall(knock)
+                assert stranger.recv(1) == answer
 
 
 @SEALED
@@ -532,11 +577,28 @@ def test_a_forked_child_makes_its_own():
         assert (target == bytes_of(1000, 3)).all()
 
 
+def test_a_fork_waits_for_a_meeting_under_way():
+    """OpenSSL's locks are free in a child, whatever another thread was about."""
+    begun, forks, is_over = threading.Event(), threading.Event(), []
+
+    def meet():
+        with openssl:
+            begun.set()
+            forks.wait(DEADLINE_S)
+            is_over.append(True)
+
+    os.register_at_fork(before=forks.set)  # which runs before those that were there
+    thread = threading.Thread(target=meet)
+    thread.start()
+    begun.wait(DEADLINE_S)
+    if not (child := os.fork()):
+        os._exit(0 if is_over else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    thread.join()
+
+
 def test_forks_do_not_hang_beside_meetings():
     """OpenSSL's locks are free in a child, whatever another thread did at the fork."""
-    import hashlib
-    import threading
-
     ends = threading.Event()
     with closing(transport(is_sealed=True)) as source:
 
