@@ -1,6 +1,11 @@
 """Over TCP, where nothing faster connects two processes, beside a bare socket."""
 
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import tensors as contents
 from harness import Actors, Child, Sample, Setup, rounds, started
@@ -8,18 +13,48 @@ from others import RawReader, RawSource, Socket
 from peers import Rollout, Trainer
 from report import Report, Row, ratio, speeds
 
+from torch_ros.channels import addresses
+
 PART = "TCP over loopback"
 TENSOR_COUNT = 100
 
 SOCKET = "one socket, sendall and recv_into"
 RAW = "NIXL by hand, TCP alone"
 ROS = "torch_ros, transport=ucx-tcp"
+OWN = "torch_ros, transport=tcp, plain as within a host"
+SEALED = "torch_ros, transport=tcp, encrypted as between hosts"
+HANDLES = {ROS: "ucx", OWN: "plain", SEALED: "sealed"}  # the actors of each
+
+
+@contextmanager
+def _nothing_copied(*, is_elsewhere: bool) -> Iterator[None]:
+    """Processes that open a handle with transport=tcp copy nothing, or are in no common network."""
+    place, before = addresses.place, os.environ.get("UCX_TLS")
+    host, network = place()
+    networks = itertools.count(1000 * os.getpid())
+    os.environ["UCX_TLS"] = "tcp,self"
+    addresses.place = lambda: (host, next(networks) if is_elsewhere else network)
+    try:
+        yield
+    finally:
+        addresses.place = place
+        del os.environ["UCX_TLS"]
+        if before is not None:
+            os.environ["UCX_TLS"] = before
+
+
+def _handles(make: partial[Trainer] | partial[Rollout]) -> Actors:
+    actors: dict[str, Trainer | Rollout] = {"ucx": make("tcp", transport="ucx-tcp")}
+    for name in ("plain", "sealed"):
+        with _nothing_copied(is_elsewhere=name == "sealed"):
+            actors[name] = make(name, transport="tcp", listen="127.0.0.1")
+    return actors
 
 
 def source(setup: Setup) -> Actors:
     held = contents.plain(setup.size_bytes, TENSOR_COUNT)
     return {
-        "trainer": Trainer(setup, "tcp", held, transport="ucx-tcp"),
+        **_handles(partial(_trainer, setup, held)),
         "raw": RawSource("tcp source", held, tcp_only=True),
         "socket": Socket(held),
     }
@@ -28,10 +63,18 @@ def source(setup: Setup) -> Actors:
 def reader(setup: Setup) -> Actors:
     held = contents.plain(setup.size_bytes, TENSOR_COUNT)
     return {
-        "rollout": Rollout(setup, "tcp", "rollout", held, transport="ucx-tcp"),
+        **_handles(partial(_rollout, setup, held)),
         "raw": RawReader("tcp reader", held, tcp_only=True),
         "socket": Socket(held),
     }
+
+
+def _trainer(setup: Setup, held: contents.Tensors, model: str, **options: Any) -> Trainer:
+    return Trainer(setup, model, held, **options)
+
+
+def _rollout(setup: Setup, held: contents.Tensors, model: str, **options: Any) -> Rollout:
+    return Rollout(setup, model, "rollout", held, **options)
 
 
 def measure(setup: Setup, report: Report) -> None:
@@ -42,14 +85,15 @@ def measure(setup: Setup, report: Report) -> None:
         trainer.ask("socket", "accept")
         cases = {case: partial(_once, case, trainer, rollout) for case in MOVES}
         samples = rounds(setup.repeat, cases)
-        size_bytes = trainer.ask("trainer", "size_bytes")
+        size_bytes = trainer.ask("ucx", "size_bytes")
     found = {
         case: speeds(size_bytes, [sample["elapsed_s"] for sample in taken])
         for case, taken in samples.items()
     }
-    for case in (SOCKET, RAW, ROS):
+    for case in (SOCKET, RAW, ROS, OWN, SEALED):
         bases = {"of the socket": SOCKET} if case != SOCKET else {}
-        bases |= {"of NIXL by hand": RAW} if case == ROS else {}
+        bases |= {"of NIXL by hand": RAW} if case in HANDLES else {}
+        bases |= {"of ucx-tcp": ROS} if case in {OWN, SEALED} else {}
         report.add(
             Row(
                 part=PART,
@@ -64,10 +108,12 @@ def measure(setup: Setup, report: Report) -> None:
 
 
 def _once(case: str, trainer: Child, rollout: Child) -> Sample:
-    version = trainer.ask("trainer", "write")
+    actor = HANDLES.get(case, "ucx")
+    version = trainer.ask(actor, "write")
     elapsed_s = MOVES[case](trainer, rollout, version)
-    rollout.ask("rollout", "verify", version)
-    rollout.ask("rollout", "let_go")
+    rollout.ask(actor, "verify", version)
+    rollout.ask(actor, "let_go")
+    trainer.ask(actor, "unpublish")  # all handles have the same tensors
     return {"elapsed_s": elapsed_s}
 
 
@@ -84,9 +130,10 @@ def _by_hand(trainer: Child, rollout: Child, _: int) -> float:
     return elapsed_s
 
 
-def _by_ros(trainer: Child, rollout: Child, version: int) -> float:
-    trainer.ask("trainer", "publish")
-    return rollout.ask("rollout", "replicate", version)["elapsed_s"]
+def _by_ros(actor: str, trainer: Child, rollout: Child, version: int) -> float:
+    trainer.ask(actor, "publish")
+    return rollout.ask(actor, "replicate", version)["elapsed_s"]
 
 
-MOVES = {SOCKET: _by_socket, RAW: _by_hand, ROS: _by_ros}
+MOVES = {SOCKET: _by_socket, RAW: _by_hand}
+MOVES |= {case: partial(_by_ros, actor) for case, actor in HANDLES.items()}
