@@ -201,8 +201,11 @@ def test_who_cannot_be_asked_is_a_question_mark_and_is_left_alone_for_a_while(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("transport", ["auto", "ucx-tcp"])
-def test_many_that_are_stopped_or_dead_keep_no_other_waiting(transport, crowd, started):
+@pytest.mark.parametrize("transport", ["auto", "ucx-tcp", "tcp"])
+def test_many_that_are_stopped_or_dead_keep_no_other_waiting(
+    transport, crowd, started, monkeypatch
+):
+    monkeypatch.setenv("TORCH_ROS_TRANSPORT", transport)
     mute = [f"mute-{n}" for n in range(7)]
     for name in mute:
         crowd.join(name)

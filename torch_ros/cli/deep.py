@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
+from torch_ros import environment
 from torch_ros.cli.asking import ANSWER_S
 from torch_ros.cli.headway import Headway, Position, summed
 from torch_ros.deadline import Deadline
@@ -36,13 +37,19 @@ class Depths:
     """Asks the replicas that fill. For one thread at a time; its memory is let go of at the end.
 
     Args:
-        transport: Closed at the end. None: as of a process that names no datacenter.
+        transport: Closed at the end. None: as of a process that names no datacenter; "tcp" if the
+            environment's TORCH_ROS_TRANSPORT says so.
     """
 
     def __init__(self, kv: KV, model: str, transport: Transport | None = None) -> None:
         self._kv, self._keys = kv, Keys(model)
+        way = "auto"
+        # feature tcp {
+        if environment.value(environment.TRANSPORT) == "tcp":
+            way = "tcp"  # else nobody that reads so is understood
+        # } tcp
         self._transport = transport or choose_transport(
-            "auto",
+            way,
             Network(connect_s=RANK_S),
             replica="torch-ros",
             rank=0,
