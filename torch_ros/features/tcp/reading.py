@@ -35,7 +35,7 @@ from torch_ros.channels.meeting import (
 from torch_ros.channels.views import PieceBuffers, at
 from torch_ros.channels.wire import TcpCard
 from torch_ros.errors import ClosedError, TransferFailed, UsageError
-from torch_ros.features.tcp.serving import share
+from torch_ros.features.tcp.serving import drop_copy, share
 
 if TYPE_CHECKING:
     from torch_ros.features.tcp.transport import TcpPeer, TcpRegistration
@@ -379,10 +379,9 @@ class TcpTransfer:
 
 
 def _forget_all() -> None:
-    """In a forked child: close the parent's sockets, by their numbers and without a word."""
     for sock in tuple(_sockets):
-        with contextlib.suppress(BaseException):
-            os.close(sock.detach())
+        drop_copy(sock)
 
 
-os.register_at_fork(after_in_child=_forget_all)
+for _ in range(2):  # a signal's handler that raises there ends the first one
+    os.register_at_fork(after_in_child=_forget_all)

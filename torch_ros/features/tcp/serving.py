@@ -144,7 +144,7 @@ class Server:
         """In a forked child: close the parent's files, by their numbers and without a word."""
         self._ends = True
         for sock in (*self._listeners, *(each.sock for each in self._connections.values())):
-            _close(sock.detach())
+            drop_copy(sock)
         self._connections.clear()
         self._selector.close()
         self._close_rest()
@@ -387,16 +387,19 @@ def _close(fd: int) -> None:
         os.close(fd)
 
 
+def drop_copy(sock: socket.socket) -> None:
+    """Close a forked child's copy of a socket, by its number and without a word to the peer. Once
+    more does no harm: a signal may have ended the first time anywhere.
+    """
+    _close(sock.fileno())
+    sock.detach()
+
+
 def _forget_all() -> None:
-    """In a forked child, whatever is raised meanwhile, as by a signal's handler."""
     for server in tuple(_servers):
-        for _ in range(3):
-            try:
-                server.forget()
-                break
-            except BaseException:  # noqa: BLE001, S112  # once more
-                continue
+        server.forget()
     _servers.clear()
 
 
-os.register_at_fork(after_in_child=_forget_all)
+for _ in range(2):  # a signal's handler that raises there ends the first one
+    os.register_at_fork(after_in_child=_forget_all)

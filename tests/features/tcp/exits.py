@@ -1,0 +1,51 @@
+"""Sources that end, one after the other, as a program does. Run, never imported.
+
+python exits.py COUNT
+
+Each is a fork of this process that says where it is, and ends when it is told to "go"; this process
+says how.
+"""
+
+import os
+import sys
+import threading
+
+import numpy as np
+
+from torch_ros.features.tcp.transport import TcpTransport
+from torch_ros.spans import Region
+
+for _number in range(int(sys.argv[1])):
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        break
+    _, status = os.waitpid(pid, 0)
+    print(os.waitstatus_to_exitcode(status), flush=True)
+else:
+    sys.exit(0)
+
+memory = np.full(32 << 20, 7, np.uint8)
+transport = TcpTransport()
+registration = transport.register([Region(memory.ctypes.data, memory.nbytes)])
+reading = TcpTransport()  # it reads as well, in a thread that nobody ends
+target = np.zeros(1 << 20, np.uint8)
+reading.register([Region(target.ctypes.data, target.nbytes)])
+peer = reading.connect(transport.connection)
+peer.attach(registration.descriptor)
+read = peer.prepare(np.array([[memory.ctypes.data, target.ctypes.data, target.nbytes]], np.uint64))
+
+
+def read_on():
+    while True:
+        read.post()
+        while not read.is_done():
+            pass
+
+
+threading.excepthook = lambda *_: None  # its transport ends under it
+threading.Thread(target=read_on, daemon=True).start()
+print(transport.connection.hex(), registration.descriptor.hex(), flush=True)
+assert sys.stdin.buffer.raw.readline() == b"go\n"
+if _number % 2:
+    sys.exit(0)
