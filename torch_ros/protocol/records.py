@@ -480,6 +480,9 @@ class ShardRecord(Record, frozen=True):
     knows: list[str] = []  # of the values of features that a call may have in `must`
     carries: dict[str, Carried] = {}  # by the names of features
 
+    def __repr__(self) -> str:
+        return f"ShardRecord(host={self.host!r}, pid={self.pid})"  # cards have secrets
+
 
 class SeenRecord(Record, frozen=True):
     """`seen/<slot>/<replica>/<rank>`: the process that took this seat last. For people.
