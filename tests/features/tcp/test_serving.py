@@ -26,7 +26,7 @@ from torch_ros.channels.meeting import openssl
 from torch_ros.errors import NotSupported, TransferFailed, UsageError
 from torch_ros.features.tcp import reading, serving
 from torch_ros.features.tcp.reading import Flight, Sockets
-from torch_ros.features.tcp.transport import TcpTransport, _awaited
+from torch_ros.features.tcp.transport import TcpTransport, _answered
 from torch_ros.p2p.regions import merge
 from torch_ros.spans import HOST, Region
 
@@ -64,7 +64,7 @@ class Raw:
         self.channel, _ = self.run(self.sockets.take(self.flight))
 
     def run(self, steps):
-        return _awaited(steps, self.flight, DEADLINE_S)
+        return _answered(steps, self.flight, DEADLINE_S)
 
     def ask(self, *rows):
         """The status of the answer."""
@@ -338,7 +338,7 @@ def test_a_full_source_ends_what_is_idle_and_nothing_else(source, reader, monkey
         flight.event = next(waiting)
         reading.wait([flight], 0.01)
     assert busy.receive(SIZE) == held.tobytes()
-    _awaited(waiting, flight, DEADLINE_S)
+    _answered(waiting, flight, DEADLINE_S)
     assert third.receive(SIZE) == held.tobytes()
     for each in (busy, idle, third, flight):
         each.close()

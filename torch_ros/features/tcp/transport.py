@@ -255,7 +255,7 @@ class TcpTransport:
         """Make the first connection. Raises: OSError: It does not answer in time."""
         flight = Flight()
         try:
-            channel, _ = _awaited(sockets.take(flight), flight, self.connect_s)
+            channel, _ = _answered(sockets.take(flight), flight, self.connect_s)
         except BaseException:
             flight.close()
             raise
@@ -313,7 +313,7 @@ def at(listen: str, agent: str, *, connect_s: float) -> TcpTransport:
     return TcpTransport(agent, listen=parse_listen(listen), connect_s=connect_s)
 
 
-def _awaited(steps: Running[Answer], flight: Flight, limit_s: float) -> Answer:
+def _answered(steps: Running[Answer], flight: Flight, limit_s: float) -> Answer:
     """The answer, for which this thread waits. Raises: TimeoutError: It takes longer."""
     end_s = time.monotonic() + limit_s
     try:
