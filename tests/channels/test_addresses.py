@@ -141,3 +141,9 @@ def test_loopback_of_the_own_host_is_sealed_if_a_card_names_it():
 
 def test_a_route_shows_an_address_as_one_types_it():
     assert tried(("other", 7), "fd00::7") == [(wire.SEALED, "[fd00::7]:7000")]
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "224.0.0.1", "[fe80::1]"])
+def test_an_address_that_leads_nobody_here_is_refused_with_the_way_to_say_all(host):
+    with pytest.raises(UsageError, match="leave the addresses out for all: ':7000'"):
+        addresses.listeners(addresses.parse_listen(f"{host}:7000"))

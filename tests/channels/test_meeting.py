@@ -1,12 +1,25 @@
 """Two ends meet over pipes of which an enemy sees and changes every byte."""
 
+import hashlib
 import itertools
+from copy import copy
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from channels.ends import End, pair, run
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from torch_ros.channels import wire
-from torch_ros.channels.meeting import Full, SealedChannel, TcpIdentity, accept, greet
+from torch_ros.channels.meeting import (
+    Full,
+    PlainChannel,
+    SealedChannel,
+    TcpIdentity,
+    accept,
+    greet,
+)
 from torch_ros.channels.views import PieceBuffers
 from torch_ros.channels.wire import NEAR, SEALED, Garbage, TcpCard
 
@@ -261,3 +274,23 @@ def test_a_piece_lands_in_several_views():
     targets = [bytearray(size) for size in (1, 150, 49)]
     run(there.send(body), here.fill([memoryview(each) for each in targets]))
     assert b"".join(targets) == body
+
+
+def test_a_certificate_with_a_key_of_another_kind_is_no_source():
+    key, nobody = ed25519.Ed25519PrivateKey.generate(), x509.Name([])
+    made = x509.CertificateBuilder(nobody, nobody, key.public_key(), 1)
+    now = datetime.now(UTC)
+    made = made.not_valid_before(now).not_valid_after(now + timedelta(1))
+    other = copy(IDENTITY)
+    other.certificate = made.sign(key, None).public_bytes(serialization.Encoding.DER)
+    other.pin = hashlib.sha256(other.certificate).digest()
+    there, here = pair()
+    answers = run(source(there, other), reader(here, NEAR, pin=other.pin))
+    assert isinstance(answers[1], Garbage)
+
+
+def test_what_else_answers_a_knock_is_not_a_source_without_room():
+    there, here = pair()
+    _, answer = run(PlainChannel(there).send(b"SSH-2.0"), reader(here, NEAR))
+    assert isinstance(answer, Garbage)
+    assert "something else" in str(answer)

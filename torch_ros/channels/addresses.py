@@ -5,7 +5,7 @@ import ipaddress
 import re
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ log = log_of(__name__)
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 LOOPBACK = ipaddress.IPv4Address("127.0.0.1")
 BACKLOG = 512
+KNOCK_S = 5  # until a connection without a byte takes a place
 TRIES = 16  # for a number that is free at all addresses, where the kernel chooses
 EXPECTED = (
     "expected addresses or devices, then a port or a range of ports: 'eth0', '10.0.0.7,eth1:7000', "
@@ -137,13 +138,8 @@ def chosen(listen: Listen) -> list[Address]:
         log.warning("the addresses of this host cannot be seen (%s): name them by listen=", error)
     found: list[Address] = []
     for host in listen.hosts:
-        at_device = [address for device, address in there if device == host]
-        try:
-            found += [address for address in at_device if is_told(address)] or [plain(host)]
-        except ValueError as error:
-            devices = ", ".join(sorted({device for device, _ in there}))
-            has = f"this host has no device {host!r} with an address; it has {devices or 'none'}"
-            raise UsageError(f"listen={listen.text!r}: {has}; {EXPECTED}") from error
+        at_device = [address for device, address in there if device == host and is_told(address)]
+        found += at_device or [_named(host, listen, there)]
     if not listen.hosts:
         found = [address for _, address in there if is_told(address) and not address.is_loopback]
     found = list(dict.fromkeys(found))
@@ -153,6 +149,17 @@ def chosen(listen: Listen) -> list[Address]:
             *(len(found), ADDRESSES_MAX),
         )
     return found[:ADDRESSES_MAX]
+
+
+def _named(host: str, listen: Listen, there: Collection[tuple[str, Address]]) -> Address:
+    try:
+        if is_told(address := plain(host)):
+            return address
+        problem = f"no other process can find {host}; leave the addresses out for all: ':7000'"
+    except ValueError:
+        devices = ", ".join(sorted({device for device, _ in there}))
+        problem = f"this host has no device {host!r} with an address; it has {devices or 'none'}"
+    raise UsageError(f"listen={listen.text!r}: {problem}; {EXPECTED}")
 
 
 def is_told(address: Address) -> bool:
@@ -225,21 +232,15 @@ def _everywhere(port: int) -> socket.socket:
 
 
 def _listening(family: int, host: str, port: int, *, both: bool = False) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after a restart; never two
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(not both))
-        sock.bind((host, port))
-        sock.listen(BACKLOG)
-    except BaseException:
-        sock.close()
-        raise
+    """It may listen there again after a restart, and never beside another one."""
+    sock = socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
+    sock.settimeout(0)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, KNOCK_S)
     return sock
 
 
 def tune(sock: socket.socket) -> None:
-    """Send at once, and notice within 15 s that the other host is gone."""
+    """Send at once, and notice within 15 s that the host of an idle connection is gone."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (

@@ -11,19 +11,19 @@ import secrets
 import socket
 import ssl
 import struct
-import threading
 from collections.abc import Callable, Generator, Sequence
 from datetime import UTC, datetime
 from functools import cache, partial
 from typing import Protocol, TypeVar
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.exceptions import InvalidSignature, InvalidTag, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from torch_ros.channels import wire
+from torch_ros.channels.locks import openssl
 from torch_ros.channels.views import PieceBuffers, rest
 from torch_ros.channels.wire import KEY_BYTES, NEAR, NONCE_BYTES, PROOF_BYTES, Garbage, TcpCard
 
@@ -39,12 +39,6 @@ SIGNED_BYTES_MAX = 4096  # a certificate and a signature
 _READ_BYTES = 16 << 10
 _LENGTHS = struct.Struct("<HH")  # of the certificate and of the signature
 
-# OpenSSL has locks that a forked child could never take, if another thread of its parent had them.
-openssl = threading.RLock()
-os.register_at_fork(
-    before=openssl.acquire, after_in_parent=openssl.release, after_in_child=openssl.release
-)
-
 
 class TcpIdentity:
     """What this process shows of itself, made with its listeners: a certificate, and a token."""
@@ -54,7 +48,7 @@ class TcpIdentity:
             self._key = ec.generate_private_key(ec.SECP256R1())
             self.certificate: bytes = self._signed().public_bytes(serialization.Encoding.DER)
             self.context: ssl.SSLContext = self._context()
-        self.pin: bytes = hashlib.sha256(self.certificate).digest()
+            self.pin: bytes = hashlib.sha256(self.certificate).digest()
         self.token: bytes = secrets.token_bytes(KEY_BYTES)
 
     def _signed(self) -> x509.Certificate:
@@ -213,7 +207,7 @@ def accept(
     shown = mine + wire.proof(identity.token, "source", mode, *said)
     channel: Channel = plain
     if mode == NEAR:
-        signature = identity.sign(b"".join(said))
+        signature = identity.sign(wire.label("source", NEAR) + b"".join(said))
         lengths = _LENGTHS.pack(len(identity.certificate), len(signature))
         yield from plain.send(shown, lengths, identity.certificate, signature)
     else:
@@ -241,8 +235,11 @@ def greet(sock: socket.socket, card: TcpCard, mode: int, buffers: PieceBuffers) 
     plain = PlainChannel(sock)
     mine = secrets.token_bytes(NONCE_BYTES)
     yield from plain.send(wire.knock(mode, mine, card.token, card.pin, card.agent))
-    if (yield from plain.receive(1)) != wire.WELCOME:
+    answer = yield from plain.receive(1)
+    if answer == wire.FULL:
         raise Full("it has no room for another connection")
+    if answer != wire.WELCOME:
+        raise Garbage("something else listens there")
     channel: Channel = plain
     if mode == NEAR:
         theirs = yield from _near(plain, mine, card)
@@ -263,13 +260,14 @@ def _near(plain: PlainChannel, mine: bytes, card: TcpCard) -> Running[bytes]:
     certificate, signature = signed[: lengths[0]], signed[lengths[0] :]
     _refuse_other(card, certificate)
     theirs = _proven(shown, mine, card, NEAR)
-    said = b"".join((mine, theirs, card.pin, card.agent.encode()))
+    said = b"".join((wire.label("source", NEAR), mine, theirs, card.pin, card.agent.encode()))
     try:
         with openssl:
             key = x509.load_der_x509_certificate(certificate).public_key()
-            assert isinstance(key, ec.EllipticCurvePublicKey)  # the pin is that of such a one
+            if not isinstance(key, ec.EllipticCurvePublicKey):
+                raise Garbage("its certificate has a key of another kind")
             key.verify(signature, said, ec.ECDSA(hashes.SHA256()))
-    except (InvalidSignature, ValueError) as error:
+    except (InvalidSignature, UnsupportedAlgorithm, ValueError) as error:
         raise Garbage("it has not the key of its certificate") from error
     return theirs
 
@@ -289,7 +287,9 @@ def _sealed(
 
 
 def _refuse_other(card: TcpCard, certificate: bytes) -> None:
-    if hashlib.sha256(certificate).digest() != card.pin:
+    with openssl:
+        pin = hashlib.sha256(certificate).digest()
+    if pin != card.pin:
         raise Garbage("its certificate is not that of its card")
 
 

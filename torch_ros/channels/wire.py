@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from torch_ros.channels.locks import openssl
 from torch_ros.p2p.regions import Uint64s
 from torch_ros.spans import HOST
 
@@ -120,8 +121,12 @@ def proof(
     """The MAC by which `who` shows that it knows the token. One of another mode, or of the other
     end, is none.
     """
-    label = f"{who} {'near' if mode == NEAR else 'tls'}".encode().ljust(16)
-    return hmac.digest(token, label + b"".join(parts), "sha256")
+    with openssl:
+        return hmac.digest(token, label(who, mode) + b"".join(parts), "sha256")
+
+
+def label(who: str, mode: int) -> bytes:
+    return f"{who} {'near' if mode == NEAR else 'tls'}".encode().ljust(16, b"\0")
 
 
 def knock(mode: int, nonce: bytes, token: bytes, pin: bytes, agent: str) -> bytes:

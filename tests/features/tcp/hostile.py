@@ -59,7 +59,7 @@ class Card:
         return msgspec.msgpack.encode(("tcp", *astuple(self)))
 
     def proof(self, who, mode, *nonces):
-        label = f"{who} {mode}".encode().ljust(16)
+        label = f"{who} {mode}".encode().ljust(16, b"\0")
         parts = *nonces, self.pin, self.agent.encode()
         return hmac.digest(self.token, label + b"".join(parts), "sha256")
 
@@ -315,7 +315,7 @@ def is_signed(card, certificate, signature, nonces):
     if sha256(certificate).digest() != card.pin:
         return False
     key = x509.load_der_x509_certificate(certificate).public_key()
-    said = nonces + card.pin + card.agent.encode()
+    said = b"source near".ljust(16, b"\0") + nonces + card.pin + card.agent.encode()
     try:
         key.verify(signature, said, ec.ECDSA(hashes.SHA256()))
     except InvalidSignature:

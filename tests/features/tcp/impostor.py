@@ -115,7 +115,7 @@ class Impostor:
         return self.card.proof("source", mode, *nonces)
 
     def sign(self, nonces):
-        said = nonces + self.card.pin + self.card.agent.encode()
+        said = b"source near".ljust(16, b"\0") + nonces + self.card.pin + self.card.agent.encode()
         return self.identity.key.sign(said, ec.ECDSA(hashes.SHA256()))
 
     def request(self, channel):

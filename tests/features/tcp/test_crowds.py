@@ -42,7 +42,8 @@ def test_500_that_say_nothing_more_keep_nobody_out_where_few_files_are_left(star
                 for mode in MODES:
                     with until(lambda m=mode: source.try_reader(m), 60) as proper:
                         assert proper.read(source.regions[0]) == source.pattern(0).tobytes()
-        assert source.count("fd") < source.files + 64 + 8
+        most = 64 if stage in {"silent", "half a knock"} else 1024 // 4  # who knows the token
+        assert source.count("fd") < source.files + most + 8
     finally:
         for reader in silent:
             reader.line.sock.close()

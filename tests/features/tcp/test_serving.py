@@ -1,6 +1,7 @@
 """What a source gives to whom, over sockets: registered memory, to those who know the token."""
 
 import ctypes
+import errno
 import hashlib
 import mmap
 import os
@@ -182,17 +183,111 @@ def test_silent_strangers_are_few_and_keep_nobody_out(source, reader):
     read, [target] = prepared(reader, peer, held)
     done(read)
     assert (target == held).all()
-    assert source._server.count <= serving.UNPROVEN_MAX + 1
+    assert source._server.count <= serving.UNKNOWN_MAX + 1
     for each in silent:
         each.close()
 
 
 @pytest.mark.parametrize("is_sealed", [False])
 def test_silent_strangers_are_ended(source, monkeypatch):
-    monkeypatch.setattr(serving, "UNPROVEN_S", 0.1)
+    monkeypatch.setattr(serving, "UNKNOWN_S", 0.1)
     card = wire.parse_card(source.connection)
     with socket.create_connection(("127.0.0.1", card.port), DEADLINE_S) as silent:
         assert silent.recv(1) == b""
+
+
+@SEALED
+def test_many_readers_that_know_the_token_meet_at_once(source):
+    card = wire.parse_card(source.connection)
+    routes = addresses.routes(card, place())
+    flights = [Flight() for _ in range(2 * serving.UNKNOWN_MAX)]
+    meeting = {flight: Sockets(card, routes, source._buffers).take(flight) for flight in flights}
+
+    def all_have_met():
+        for flight, steps in list(meeting.items()):
+            try:
+                flight.event = next(steps)
+            except StopIteration:
+                del meeting[flight]
+        return not meeting
+
+    until(all_have_met, DEADLINE_S)
+    for flight in flights:
+        flight.close()
+
+
+@SEALED
+def test_a_source_that_may_watch_no_socket_for_a_moment_serves_later(source, reader, monkeypatch):
+    register, lacks = source._server._selector.register, []
+
+    def lacking(*args):
+        if not lacks:
+            lacks.append(1)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return register(*args)
+
+    monkeypatch.setattr(source._server._selector, "register", lacking)
+    with suppress(TransferFailed):
+        reader.connect(source.connection).close()
+    assert lacks
+    attached(source, reader, bytes_of(8))
+
+
+@SEALED
+def test_a_source_begins_anew_after_an_error_of_its_own(source, reader, monkeypatch):
+    held, turn, failed = bytes_of(1000), source._server._turn, threading.Event()
+
+    def failing():
+        if not failed.is_set():
+            failed.set()
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        turn()
+
+    monkeypatch.setattr(source._server, "_turn", failing)
+    os.eventfd_write(source._server._wakes, 1)
+    with suppress(TransferFailed):
+        reader.connect(source.connection).close()
+    assert failed.wait(DEADLINE_S)
+    peer, _ = attached(source, reader, held)
+    read, [target] = prepared(reader, peer, held)
+    done(read)
+    assert (target == held).all()
+
+
+@SEALED
+def test_a_read_goes_on_if_its_connection_ends_between_two_answers(source, reader, monkeypatch):
+    monkeypatch.setattr(wire, "BYTES_MAX", 4096)
+    held, asked = bytes_of(3 * 4096), []
+    peer, _ = attached(source, reader, held)
+    read, [target] = prepared(reader, peer, held)
+    ask = read._asked
+
+    def asks(channel, rows):
+        asked.append(channel)
+        if len(asked) == 2:
+            channel.sock.shutdown(socket.SHUT_RDWR)
+        return ask(channel, rows)
+
+    monkeypatch.setattr(read, "_asked", asks)
+    done(read)
+    assert (target == held).all()
+
+
+@pytest.mark.parametrize("is_sealed", [True])
+def test_what_else_listens_at_an_address_keeps_nobody_from_the_next_one(source):
+    card = wire.parse_card(source.connection)
+    with socket.create_server(("127.0.0.2", card.port)) as other:
+        told = [b"\x7f\0\0\2", *card.addresses]
+        sockets = Sockets(
+            card, addresses.routes(card._replace(addresses=told), place()), source._buffers
+        )
+        flight = Flight()
+        thread = threading.Thread(target=lambda: other.accept()[0].sendall(b"SSH-2.0"))
+        thread.start()
+        channel, _ = _awaited(sockets.take(flight), flight, DEADLINE_S)
+        thread.join()
+        assert channel.sock.getpeername()[0] == "127.0.0.1"
+        flight.close()
 
 
 @SEALED

@@ -341,5 +341,6 @@ def read_on(card, row):
         readers.append(Reader(card, mode).meet())
         readers[-1].ask(row)
         assert readers[-1].status() == 0
-    readers.append(Reader(card))  # and one that has not even met
+    readers.append(Reader(card))  # and one that is in the middle of its knock
+    readers[-1].knock(bytes(30))
     return readers

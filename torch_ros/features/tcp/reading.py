@@ -25,13 +25,13 @@ from torch_ros.channels.meeting import (
     LATER,
     READ,
     WRITE,
-    Answer,
     Channel,
     Full,
     Running,
     Steps,
     greet,
 )
+from torch_ros.channels.steps import connected, pause, within
 from torch_ros.channels.views import PieceBuffers, at
 from torch_ros.channels.wire import TcpCard
 from torch_ros.errors import ClosedError, TransferFailed, UsageError
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 NEAR_MAX, FAR_MAX = 4, 16  # sockets of a peer: 16 fill 10 Gbit/s at 40 ms with Linux's defaults
 MORE_MAX, SMALL_BYTES = 2, 64 << 10  # further ones for small reads, as of words: they do not queue
 CONNECT_S, MEET_S = 1.5, 4.0  # for an address, if there is another one to try
+LOST_MS = 15_000  # without an answer of the source's host to what was sent
 FULL_S = 0.5  # between two tries of a source that has no room
 WAIT_S = 0.005  # for bytes, of any read of this process; what is there is taken for as long
 
@@ -86,21 +87,6 @@ def wait(flights: Iterable[Flight], wait_s: float) -> None:
         if watched:
             poll.register(*watched)
     poll.poll(wait_s * 1e3)
-
-
-def within(steps: Running[Answer], limit_s: float) -> Running[Answer]:
-    """The same, but no longer than that. Raises: TimeoutError: It is over."""
-    end_s = time.monotonic() + limit_s
-    while True:
-        try:
-            event = next(steps)
-        except StopIteration as end:
-            answer: Answer = end.value
-            return answer
-        if time.monotonic() > end_s:
-            steps.close()
-            raise TimeoutError(f"it did not answer within {limit_s:g} s")
-        yield event
 
 
 class Sockets:
@@ -183,15 +169,18 @@ class Sockets:
 
     def _prefer(self, route: TcpRoute) -> None:
         if route.mode != wire.NEAR and self._routes[0] != route and not self.is_near:
-            self._routes.remove(route)
-            self._routes.insert(0, route)
+            self._routes = [route, *(each for each in self._routes if each != route)]
 
     def _reach(self, flight: Flight, route: TcpRoute, *, is_last: bool) -> Running[Channel]:
         family = socket.AF_INET if route.address.version == 4 else socket.AF_INET6
-        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        except OSError as error:  # what this process lacks is not the source's fault
+            raise Full(str(error)) from error
         _sockets.add(sock)
         flight.sock = sock
         addresses.tune(sock)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_MS)
         connecting = connected(sock, route)
         meeting = greet(sock, self._card, route.mode, self._buffers)
         if is_last:
@@ -207,20 +196,6 @@ class Sockets:
             idle, self._idle = self._idle, deque()
         for channel in idle:
             hang_up(channel.sock)
-
-
-def connected(sock: socket.socket, route: TcpRoute) -> Steps:
-    where = (str(route.address), route.port)
-    while (error := sock.connect_ex(where)) not in {0, 106}:  # EISCONN
-        if error not in {11, 114, 115}:  # EAGAIN, EALREADY, EINPROGRESS
-            raise OSError(error, os.strerror(error))
-        yield WRITE
-
-
-def pause(wait_s: float) -> Steps:
-    end_s = time.monotonic() + wait_s
-    while time.monotonic() < end_s:
-        yield LATER
 
 
 class TcpTransfer:
@@ -334,7 +309,7 @@ class TcpTransfer:
                     flight.close()  # the source may have ended what was idle: that is no loss
                     channel = yield from sockets.dial(flight)
                     status = yield from self._asked(channel, rows)
-                is_used = False
+                is_used = True
                 if status != wire.HERE:
                     raise Unregistered("it has let go of the memory")
                 for piece in wire.pieces([size for _, _, _, size in rows]):

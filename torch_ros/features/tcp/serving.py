@@ -43,7 +43,8 @@ log = log_of(__name__)
 
 Rows = Sequence[tuple[bytes, int, int]]
 
-UNPROVEN_MAX, UNPROVEN_S = 64, 5.0  # connections that have not shown the token
+UNKNOWN_MAX, UNKNOWN_S = 64, 5.0  # connections that have not shown the token
+MEET_S = 10.0  # for those that have
 CONNECTIONS_MAX = 1024  # of a process, and at most a quarter of the files that it may open
 REST_S = 1.0  # of the listeners, when this process may open no more
 TICK_S = 0.5
@@ -99,6 +100,7 @@ class _Connection:
     since_s: float  # it is there, or the last byte went, on the server's clock
     steps: Steps = field(init=False)
     event: int = selectors.EVENT_READ
+    is_known: bool = False  # it has knocked with the token
     is_proven: bool = False
     is_due: bool = False  # an answer is
     is_near: bool = False  # it came by loopback
@@ -136,7 +138,7 @@ class Server:
         if not self._ends:
             self._ends = True
             os.eventfd_write(self._wakes, 1)
-        self._thread.join(UNPROVEN_S)
+        self._thread.join(UNKNOWN_S)
         if self._thread.is_alive():
             log.error("%s does not end: memory may still be read", self._thread.name)
 
@@ -168,21 +170,29 @@ class Server:
 
     def _run(self) -> None:
         self._turned_s = time.monotonic()
+        is_whole = True
         while not self._ends:
             try:
+                if not is_whole:
+                    self._begin_anew()
+                is_whole = True
                 self._turn()
             except Exception:
                 log.exception("%s goes on after an error that was not expected", self._thread.name)
-                self._drop_all()
-                self._selector.close()
-                self._selector = selectors.DefaultSelector()
-                self._begin()
+                is_whole = False
+                time.sleep(REST_S)  # for what this process may lack
         _servers.discard(self)  # its numbers may be others' from here on
         self._drop_all()
         for sock in self._listeners:
             sock.close()
         self._selector.close()
         self._close_rest()
+
+    def _begin_anew(self) -> None:
+        self._drop_all()
+        self._selector.close()
+        self._selector = selectors.DefaultSelector()
+        self._begin()
 
     def _turn(self) -> None:
         """Serve all that is ready; then end those who have been there too long without the token.
@@ -199,7 +209,8 @@ class Server:
             elif isinstance(key.fileobj, socket.socket):
                 self._accept(key.fileobj)
         for each in tuple(self._connections.values()):
-            if not each.is_proven and each.since_s + UNPROVEN_S < self._now_s:
+            limit_s = MEET_S if each.is_known else UNKNOWN_S
+            if not each.is_proven and each.since_s + limit_s < self._now_s:
                 self._drop(each)
         if self._rests_s and self._rests_s <= self._now_s:
             self._listen()
@@ -226,30 +237,36 @@ class Server:
         new = _Connection(sock, str(who), self._now_s)
         new.is_near, new.steps = to.is_loopback, self._serve(new)
         self._make_room()
+        try:
+            self._selector.register(sock, new.event, new)
+        except OSError as error:
+            log.warning("a reader cannot connect (%s)", error)
+            sock.close()
+            return
         self._connections[sock.fileno()] = new
-        self._selector.register(sock, new.event, new)
         self._step(new)
 
     def _make_room(self) -> None:
         """End one of those who have not shown the token, if they are too many: one of the address
         that has most, by chance, so that no flood pushes out all others.
         """
-        unproven = [each for each in self._connections.values() if not each.is_proven]
-        if len(unproven) >= UNPROVEN_MAX:
-            [(most, _)] = Counter(each.who for each in unproven).most_common(1)
-            self._drop(random.choice([each for each in unproven if each.who == most]))  # noqa: S311
+        unknown = [each for each in self._connections.values() if not each.is_known]
+        if len(unknown) >= UNKNOWN_MAX:
+            [(most, _)] = Counter(each.who for each in unknown).most_common(1)
+            self._drop(random.choice([each for each in unknown if each.who == most]))  # noqa: S311
 
     def _has_room(self, new: _Connection, mode: int) -> bool:
-        """Whether a reader that knows the token may stay. The longest idle one goes for it, and
-        none on which an answer is due.
+        """Whether a reader that knows the token may stay. The one that has been quiet for longest
+        goes for it, and none on which an answer is due.
         """
         if mode == wire.NEAR and not new.is_near:
             raise Garbage("plain, and not by loopback")
         if sum(server.count for server in tuple(_servers)) > share():
-            idle = [e for e in self._connections.values() if e.is_proven and not e.is_due]
-            if not idle:
+            quiet = [e for e in self._connections.values() if e.is_known and not e.is_due]
+            if not quiet:
                 return False
-            self._drop(min(idle, key=lambda each: each.since_s))
+            self._drop(min(quiet, key=lambda each: each.since_s))
+        new.is_known = True
         return True
 
     def _step(self, one: _Connection) -> None:
@@ -258,6 +275,8 @@ class Server:
             return  # ended in this turn, for another
         try:
             event = next(one.steps) or WRITE
+            if event != one.event:
+                self._selector.modify(one.sock, event, one)
         except StopIteration:
             self._drop(one)
         except OSError as error:
@@ -267,15 +286,14 @@ class Server:
             log.exception("%s goes on after an error that was not expected", self._thread.name)
             self._drop(one)
         else:
+            one.event = event
             if one.is_proven:
                 one.since_s = self._now_s
-            if event != one.event and one.sock.fileno() >= 0:
-                one.event = event
-                self._selector.modify(one.sock, event, one)
 
     def _drop(self, one: _Connection) -> None:
         if self._connections.pop(one.sock.fileno(), None):
-            self._selector.unregister(one.sock)
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(one.sock)
         one.steps.close()
         with contextlib.suppress(OSError):  # a forked child may have it too: say that it is over
             one.sock.shutdown(socket.SHUT_RDWR)

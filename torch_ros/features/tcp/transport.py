@@ -284,9 +284,10 @@ class TcpTransport:
             return [read for read in self.reads if read.is_flying]
 
     def close(self) -> None:
-        if self.is_foreign or self.is_closed:
+        if self.is_foreign:
             return
         self.is_closed = True
+        self._server.close()
         with self.lock:
             registrations, reads = tuple(self.registrations), tuple(self.reads)
             peers = tuple(self._peers)
@@ -296,7 +297,6 @@ class TcpTransport:
             read.stop("this transport is closed")
         for peer in peers:
             peer.close()
-        self._server.close()
 
     def refuse_closed(self) -> None:
         self.refuse_fork()
