@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 
 import going_on
@@ -24,9 +25,21 @@ from torch_ros.errors import (
     VersionNotFound,
 )
 from torch_ros.features.following import flow
+from torch_ros.features.following.rules import look_out
+from torch_ros.protocol.keys import Keys
+from torch_ros.protocol.policy import NEWEST
+from torch_ros.protocol.records import (
+    GroupRecord,
+    Holding,
+    RunRecord,
+    VersionRecord,
+    VersionRef,
+)
+from torch_ros.protocol.seat import Seat
+from torch_ros.protocol.versions import Spec
 from torch_ros.shard.replication import replicate
 from torch_ros.store import run
-from torch_ros.store.txn import whole
+from torch_ros.store.txn import Entry, View, whole
 
 SOON_S = 8
 pytestmark = pytest.mark.usefixtures("quick_looks")
@@ -488,3 +501,18 @@ def test_who_waits_hears_that_it_was_replaced(opened, pool, until_waiting, monke
     until_waiting(rollout)
     opened("rollout")
     assert isinstance(waiting.exception(WAIT_S), SeatLost)
+
+
+def test_who_waits_for_a_number_looks_at_the_last_that_reads_it():
+    keys, ref = Keys("m"), VersionRef("run", 4, "uid", 1)
+    seat = Seat(keys, "r", "1", 0, 1, "run", 1, 7, "default", False, 60.0)
+    held = VersionRef("run", 5, "uid", 1)
+    there = {
+        keys.group("r"): GroupRecord("1", 1, "run", is_complete=True),
+        keys.run("run"): RunRecord("h:1", 1),
+        keys.version("run", 4): VersionRecord("uid", "L"),
+        replace(seat, replica="other").holding(ref): Holding("uid", 1, "filling", 1),
+    }
+    entries = {key: Entry(record.encode(), 1, 1, 0) for key, record in there.items()}
+    _, wait = look_out(View(1, entries), seat, Spec.parse(4), held, NEWEST)
+    assert keys.holdings_of("run", 4) in wait.ranges

@@ -40,6 +40,8 @@ def look_out(
         ranges.append(keys.holdings_of(ref.run, ref.version))
     elif found.ref is not None:
         return found, None
+    elif held is not None and spec.absolute is not None:  # who reads it now may be the last
+        ranges.append(keys.holdings_of(held.run, spec.absolute))
     ends = [end for end in (until, found.until) if end is not None]
     is_over = (lambda: any(end() for end in ends)) if ends else None
     return Next(said=found.said), Wait("", tuple(ranges), until=is_over)
