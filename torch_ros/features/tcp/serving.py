@@ -240,7 +240,7 @@ class Server:
         try:
             self._selector.register(sock, new.event, new)
         except OSError as error:
-            log.warning("a reader cannot connect (%s)", error)
+            log.warning("no reader can connect for now (%s)", error)
             sock.close()
             return
         self._connections[sock.fileno()] = new
