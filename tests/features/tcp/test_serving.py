@@ -284,7 +284,7 @@ def test_what_else_listens_at_an_address_keeps_nobody_from_the_next_one(source):
         flight = Flight()
         thread = threading.Thread(target=lambda: other.accept()[0].sendall(b"SSH-2.0"))
         thread.start()
-        channel, _ = _awaited(sockets.take(flight), flight, DEADLINE_S)
+        channel, _ = _answered(sockets.take(flight), flight, DEADLINE_S)
         thread.join()
         assert channel.sock.getpeername()[0] == "127.0.0.1"
         flight.close()
