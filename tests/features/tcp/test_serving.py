@@ -290,6 +290,23 @@ def test_what_else_listens_at_an_address_keeps_nobody_from_the_next_one(source):
         flight.close()
 
 
+@pytest.mark.parametrize("is_sealed", [False])
+def test_a_source_that_is_awake_when_it_is_closed_is_woken_first(source, monkeypatch):
+    write, server = os.eventfd_write, source._server
+
+    def late(fd, value):
+        server._thread.join(2 * serving.TICK_S)  # it looks as often beside those it does not know
+        write(fd, value)
+
+    monkeypatch.setattr(os, "eventfd_write", late)
+    card = wire.parse_card(source.connection)
+    with socket.create_connection(("127.0.0.1", card.port), DEADLINE_S) as stranger:
+        stranger.send(b"T")
+        until(lambda: server.count, DEADLINE_S)
+        source.close()
+    assert not server._thread.is_alive()
+
+
 @SEALED
 def test_unregistering_waits_for_no_reader(source):
     file = mmap.mmap(-1, SIZE)

@@ -124,6 +124,7 @@ class Server:
         self._connections: dict[int, _Connection] = {}
         self._now_s = self._rests_s = self._turned_s = 0.0  # by its own clock; by the system's
         self._ends = False
+        self._closing = threading.Lock()
         self._begin()
         self._thread = threading.Thread(target=self._run, name="torch_ros serves", daemon=True)
         _servers.add(self)
@@ -135,9 +136,10 @@ class Server:
 
     def close(self) -> None:
         """End all connections. Idempotent. Nothing is sent when this has returned."""
-        if not self._ends:
-            self._ends = True
-            os.eventfd_write(self._wakes, 1)
+        with self._closing:
+            if not self._ends:  # once the thread sees that, it closes what it is woken by
+                os.eventfd_write(self._wakes, 1)
+                self._ends = True
         self._thread.join(UNKNOWN_S)
         if self._thread.is_alive():
             log.error("%s does not end: memory may still be read", self._thread.name)
