@@ -17,7 +17,8 @@ from torch_ros.errors import ClosedError, TransferFailed
 from torch_ros.features.tcp.transport import TcpTransport
 
 KILLS = int(os.environ.get("TORCH_ROS_KILLS", "1"))
-COUNT, SIZE, CANARY = 20 * KILLS, 8 << 20, 0xA5
+COUNT, CANARY = 20 * KILLS, 0xA5
+SIZE = 32 << 20  # more than lands in the moment for which a read is looked at
 
 pytestmark = pytest.mark.timeout(60 + 5 * KILLS)
 
@@ -155,9 +156,9 @@ def test_closing_a_target_or_the_peer_or_the_transport_ends_reads_of_a_stopped_s
             peer = reader.connect(source.connection)
             peer.attach(bytes.fromhex(source.ask("where")[0][0]))
         read = peer.prepare(np.array([[address, target.ctypes.data, SIZE]], np.uint64))
-        read.post()
         source.process.signal(signal.SIGSTOP)
         source.process.await_stop()
+        read.post()
         close()
         target[:] = CANARY
         with pytest.raises((TransferFailed, ClosedError)):
