@@ -210,13 +210,13 @@ class Sealed:
 class Reader:
     """A connection to the source of that card. `meet` does all that comes before a request."""
 
-    def __init__(self, card, mode="near", *, limit=None, buffer_bytes=None):
+    def __init__(self, card, mode="near", *, host="127.0.0.1", limit=None, buffer_bytes=None):
         self.card, self.mode, self.nonce = card, mode, secrets.token_bytes(32)
-        sock = socket.socket()
+        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         if buffer_bytes:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
         sock.settimeout(LATE_S)
-        sock.connect(("127.0.0.1", card.port))
+        sock.connect((host, card.port))
         self.line = self.channel = Line(sock, limit)
         self.theirs = b""
 

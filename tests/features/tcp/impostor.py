@@ -50,7 +50,7 @@ class Impostor:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.card = card.but(port=self.listener.getsockname()[1])
         self.identity, self.content = identity, content
-        self.heard, self.met = [], 0  # what came of each connection behind its knock
+        self.heard, self.modes = [], []  # the proofs of readers, and how they came
         self.open = []
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -108,7 +108,7 @@ class Impostor:
             channel.send(shown + lengths + self.identity.certificate + signature)
         self.heard.append(channel.take(32))
         assert self.heard[-1] == self.card.proof("reader", mode, nonce, mine)
-        self.met += 1
+        self.modes.append(mode)
         return channel
 
     def proof(self, mode, *nonces):

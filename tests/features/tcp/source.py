@@ -111,9 +111,9 @@ class Source:
             self.children.append(child)
         return self.children
 
-    def cut(self):
-        """Cut the file short in which the regions lie."""
-        os.ftruncate(self.file, 0)
+    def cut(self, size):
+        """Cut the file of the regions short, so many bytes behind the first one's start."""
+        os.ftruncate(self.file, GAP + int(size))
 
     def close(self):
         self.transport.close()

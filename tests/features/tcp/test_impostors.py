@@ -97,7 +97,7 @@ def test_a_source_by_the_page_is_read(true, reader, identities, mode):
             until(read.is_done)
             assert target[MARGIN:-MARGIN].tobytes() == CONTENT
             assert is_bare(target)
-        assert impostor.met == 1
+        assert impostor.modes == [mode]
 
 
 @modes

@@ -5,6 +5,7 @@ test_crowds.py.
 """
 
 import contextlib
+import ipaddress
 import os
 import random
 import secrets
@@ -92,6 +93,19 @@ def test_what_speaks_another_language_is_shown_nothing(source, first):
     with Reader(source.card) as reader:
         reader.line.send(first.ljust(72, b"\0"))
         assert is_refused(reader)
+
+
+def test_nobody_is_near_who_does_not_come_by_loopback(source):
+    """Who is between two hosts, with the same names as one another, would read and change bytes."""
+    hosts = [str(ipaddress.ip_address(address)) for address in source.card.addresses]
+    if not hosts:
+        pytest.skip("this host has no address but loopback")
+    for host in hosts:
+        with Reader(source.card, "tls", host=host).meet() as reader:
+            assert reader.read(source.regions[1]) == source.pattern(1).tobytes()
+        with Reader(source.card, "near", host=host) as reader:
+            reader.knock()
+            assert is_refused(reader)
 
 
 @modes
