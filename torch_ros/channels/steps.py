@@ -4,24 +4,25 @@ import errno
 import os
 import socket
 import time
+from contextlib import closing
 
 from torch_ros.channels.addresses import TcpRoute
 from torch_ros.channels.meeting import LATER, WRITE, Answer, Running, Steps
 
 
 def within(steps: Running[Answer], limit_s: float) -> Running[Answer]:
-    """The same, but no longer than that. Raises: TimeoutError: It is over."""
+    """The same steps, closed after that time. Raises: TimeoutError: It is over."""
     end_s = time.monotonic() + limit_s
-    while True:
-        try:
-            event = next(steps)
-        except StopIteration as end:
-            answer: Answer = end.value
-            return answer
-        if time.monotonic() > end_s:
-            steps.close()
-            raise TimeoutError(f"it did not answer within {limit_s:g} s")
-        yield event
+    with closing(steps):
+        while True:
+            try:
+                event = next(steps)
+            except StopIteration as end:
+                answer: Answer = end.value
+                return answer
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"it did not answer within {limit_s:g} s")
+            yield event
 
 
 def connected(sock: socket.socket, route: TcpRoute) -> Steps:

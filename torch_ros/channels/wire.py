@@ -174,35 +174,35 @@ def pieces(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
     """Cut an answer into pieces, of each the parts: number of the row, first byte, bytes. Both ends
     cut alike.
     """
-    piece: list[tuple[int, int, int]] = []
-    room = PIECE_BYTES
-    for number, size in enumerate(sizes):
-        done = 0
-        while done < size:
-            taken = min(size - done, room)
-            piece.append((number, done, taken))
-            done, room = done + taken, room - taken
-            if not room or len(piece) == PIECE_ROWS:
-                yield piece
-                piece, room = [], PIECE_BYTES
-    if piece:
-        yield piece
+    return _cut(sizes, PIECE_BYTES, PIECE_ROWS)
 
 
 def requests(
     rows: Sequence[tuple[bytes, int, int, int]],
 ) -> Iterator[list[tuple[bytes, int, int, int]]]:
     """Cut rows (id, source, target, bytes) into requests that a source takes."""
-    some: list[tuple[bytes, int, int, int]] = []
-    room = BYTES_MAX
-    for name, source, target, size in rows:
+    for parts in _cut([size for _, _, _, size in rows], BYTES_MAX, ROWS_MAX):
+        some = []
+        for number, first, size in parts:
+            name, source, target, _ = rows[number]
+            some.append((name, source + first, target + first, size))
+        yield some
+
+
+def _cut(
+    sizes: Sequence[int], bytes_max: int, parts_max: int
+) -> Iterator[list[tuple[int, int, int]]]:
+    """Lists of parts (number of the size, first byte, bytes), each list as full as it may be."""
+    some: list[tuple[int, int, int]] = []
+    room = bytes_max
+    for number, size in enumerate(sizes):
         done = 0
         while done < size:
             taken = min(size - done, room)
-            some.append((name, source + done, target + done, taken))
+            some.append((number, done, taken))
             done, room = done + taken, room - taken
-            if not room or len(some) == ROWS_MAX:
+            if not room or len(some) == parts_max:
                 yield some
-                some, room = [], BYTES_MAX
+                some, room = [], bytes_max
     if some:
         yield some

@@ -83,7 +83,7 @@ class Source:
         self.filled.pop(number, None)
 
     def pattern(self, number):
-        """What the region has."""
+        """The bytes that the region has."""
         if number in self.filled:
             return self.filled[number]
         return np.random.default_rng(number).integers(0, 256, self.sizes[number], np.uint8)
@@ -113,3 +113,16 @@ def start_for_all(tmp_path_factory):
 def start(started):
     """Start a source of this test."""
     return lambda **options: Source(started, **options)
+
+
+@pytest.fixture(scope="module")
+def shared(request, start_for_all):
+    """A source of all tests of a file, with regions of the file's SIZES."""
+    return start_for_all(sizes=request.module.SIZES)
+
+
+@pytest.fixture
+def source(shared):
+    """The same source, which is well after each test."""
+    yield shared
+    shared.assert_is_well()

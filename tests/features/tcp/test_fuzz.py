@@ -25,17 +25,6 @@ WRAP = 1 << 64
 modes = pytest.mark.parametrize("mode", MODES)
 
 
-@pytest.fixture(scope="module")
-def shared(start_for_all):
-    return start_for_all(sizes=SIZES)
-
-
-@pytest.fixture
-def source(shared):
-    yield shared
-    shared.assert_is_well()
-
-
 def fuzzed(rng, source):
     """A request that is likely to be nearly right: its rows, its count, and its second word."""
     rows = []

@@ -32,17 +32,6 @@ WRAP = 1 << 64
 modes = pytest.mark.parametrize("mode", MODES)
 
 
-@pytest.fixture(scope="module")
-def shared(start_for_all):
-    return start_for_all(sizes=SIZES)
-
-
-@pytest.fixture
-def source(shared):
-    yield shared
-    shared.assert_is_well()
-
-
 def is_refused(reader):
     """Whether the source ends the connection, and says nothing before it does."""
     return reader.rest() == b""
@@ -76,7 +65,7 @@ def wrong_knocks(card, mode):
 
 
 def wrong_fields(card):
-    """What makes another card of it."""
+    """Changes of which each makes another card of it."""
     return {"token": bytes(32)}, {"pin": bytes([card.pin[0] ^ 1]) + card.pin[1:]}, {"agent": "x"}
 
 
@@ -96,7 +85,7 @@ def test_what_speaks_another_language_is_shown_nothing(source, first):
 
 
 def test_nobody_is_near_who_does_not_come_by_loopback(source):
-    """Who is between two hosts, with the same names as one another, would read and change bytes."""
+    """Else somebody between two hosts that have the same names could read and change bytes."""
     hosts = [str(ipaddress.ip_address(address)) for address in source.card.addresses]
     if not hosts:
         pytest.skip("this host has no address but loopback")
@@ -342,7 +331,7 @@ def test_a_registration_that_is_closed_is_read_no_more_and_its_id_never_comes_ag
 
 @modes
 def test_no_byte_leaves_a_registration_that_is_closed_within_an_answer(source, mode):
-    """What was sent before is older than the close; the rest never comes."""
+    """Bytes that were sent before are older than the close; the rest never comes."""
     name, address, size = source.regions[2]
     rows = [(name, address, size)] * (BYTES_MAX // size)
     for _ in range(3 * TIMES):

@@ -15,12 +15,14 @@ import time
 import uuid
 import weakref
 from collections.abc import Sequence
+from contextlib import closing
 
 import numpy as np
 
 from torch_ros.channels import addresses, wire
 from torch_ros.channels.addresses import Listen, parse_listen
 from torch_ros.channels.meeting import Answer, Running, TcpIdentity
+from torch_ros.channels.steps import within
 from torch_ros.channels.views import PieceBuffers
 from torch_ros.channels.wire import Garbage, Named
 from torch_ros.costs import TCP_COSTS, Costs
@@ -315,18 +317,14 @@ def at(listen: str, agent: str, *, connect_s: float) -> TcpTransport:
 
 def _answered(steps: Running[Answer], flight: Flight, limit_s: float) -> Answer:
     """The answer, for which this thread waits. Raises: TimeoutError: It takes longer."""
-    end_s = time.monotonic() + limit_s
-    try:
-        while True:
-            flight.event = next(steps)
-            if time.monotonic() > end_s:
-                raise TimeoutError(f"it did not answer within {limit_s:g} s")
-            wait([flight], 0.05)
-    except StopIteration as end:
-        answer: Answer = end.value
-        return answer
-    finally:
-        steps.close()
+    with closing(within(steps, limit_s)) as limited:
+        try:
+            while True:
+                flight.event = next(limited)
+                wait([flight], 0.05)
+        except StopIteration as end:
+            answer: Answer = end.value
+            return answer
 
 
 def _close_all() -> None:
