@@ -6,7 +6,7 @@ from torch_ros.channels.meeting import GO_ON
 
 
 class End:
-    """What a socket's user may call of it, without waiting."""
+    """One end of a pipe, with the calls of a socket that does not wait."""
 
     def __init__(self, sends, receives):
         self.sends, self.receives = sends, receives

@@ -1,4 +1,4 @@
-"""Where a source listens, and which of a card's addresses a reader tries."""
+"""Addresses at which a source listens, and those of a card that a reader tries."""
 
 import socket
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""Where a source listens, and where its readers look for it."""
+"""Addresses: those at which a source listens, and those at which its readers look for it."""
 
 import errno
 import ipaddress
@@ -29,7 +29,7 @@ _LISTEN = re.compile(
     r"(?P<hosts>(\[[^\]]*\]|[^:\[\]])*)(:(?P<first>\d{1,5})(-(?P<last>\d{1,5}))?)?"
 )
 
-# Of the kernel's rtnetlink: a question for all addresses, and what an answer begins with.
+# The kernel's rtnetlink: a question for all addresses, and the beginning of an answer.
 _ASK = struct.pack("<LHHLL", 20, 22, 0x301, 1, 0) + bytes(4)  # RTM_GETADDR, REQUEST and DUMP
 _MESSAGE, _OF, _ATTRIBUTE = struct.Struct("<LHHLL"), struct.Struct("<BBBBL"), struct.Struct("<HH")
 _NEW_ADDRESS, _DONE, _ADDRESS, _LOCAL = 20, 3, 1, 2

@@ -41,7 +41,7 @@ _LENGTHS = struct.Struct("<HH")  # of the certificate and of the signature
 
 
 class TcpIdentity:
-    """What this process shows of itself, made with its listeners: a certificate, and a token."""
+    """A certificate and a token, by which readers know this process; made with its listeners."""
 
     def __init__(self) -> None:
         with openssl:
@@ -146,7 +146,7 @@ class SealedChannel:
         return bytes(body)
 
     def fill(self, views: Sequence[memoryview]) -> Steps:
-        """What has landed counts only when this ends: the tag is looked at last."""
+        """Bytes that have landed count only when this ends: the tag is looked at last."""
         size = sum(map(len, views))
         with self._buffers.one(size + TAG_BYTES) as sealed:
             yield from self._plain.fill([sealed])

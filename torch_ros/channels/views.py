@@ -16,7 +16,7 @@ def at(address: int, size_bytes: int) -> memoryview:
 
 
 def rest(views: Sequence[memoryview], count: int) -> list[memoryview]:
-    """What is left of these when so many bytes have gone."""
+    """The rest of these when so many bytes have gone."""
     for number, view in enumerate(views):
         if count < len(view):
             return [view[count:], *views[number + 1 :]]
@@ -25,7 +25,7 @@ def rest(views: Sequence[memoryview], count: int) -> list[memoryview]:
 
 
 class PieceBuffers:
-    """PieceBuffers of up to one size, used again."""
+    """Buffers of up to one size, used again."""
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes

@@ -76,7 +76,7 @@ def regions_of(descriptor):
     return name, starts, ends
 
 
-# What a connection is made of
+# The parts of a connection
 
 
 class Line:

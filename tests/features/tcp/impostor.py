@@ -86,7 +86,7 @@ class Impostor:
             head = self.request(channel)
             self.answer(channel, head)
 
-    # What the page says
+    # The page
 
     def meet(self, line):
         _, _, number, nonce, _ = KNOCK.unpack(line.take(KNOCK.size))

@@ -25,7 +25,7 @@ CANARY, GAP = 0xA5, 8192
 
 
 def pattern(number, size):
-    """What region `number` has at first: the test computes it too."""
+    """The first content of region `number`: the test computes it too."""
     return np.random.default_rng(number).integers(0, 256, size, np.uint8)
 
 

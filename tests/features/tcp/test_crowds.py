@@ -88,7 +88,7 @@ def test_readers_come_in_while_strangers_open_connections_without_a_pause(start,
     source.assert_is_well()
 
 
-# Who reads slowly
+# Slow readers
 
 
 def shown_by(handle):
@@ -152,7 +152,7 @@ def test_unpublish_and_unregister_wait_for_no_reader_that_takes_a_byte_a_second(
     assert not IS_WHOLE or max(took_s) < 0.1
 
 
-# What listens
+# Listeners
 
 
 def listening(pid):

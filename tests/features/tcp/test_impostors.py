@@ -84,7 +84,7 @@ def own_card(true, mode, identity):
     return card_of(true, mode, pin=identity.pin)
 
 
-# Whom a reader trusts
+# The trust of a reader
 
 
 @modes
@@ -261,7 +261,7 @@ def test_a_meeting_of_which_a_byte_is_changed_on_the_way_ends_in_no_connection(t
     assert not accepted
 
 
-# What a reader takes
+# The bytes that a reader takes
 
 
 class Answering(Impostor):

@@ -65,7 +65,7 @@ def shown_of(*objects):
 
 
 def failures(card):
-    """What readers raise whose card is wrong, and what connecting says of it."""
+    """The errors of readers whose card is wrong, and the texts that connecting gives."""
     reader = TcpTransport(connect_s=1)
     wrong = {"token": bytes(32)}, {"pin": bytes(32)}, {"agent": "another"}, {"port": 1}, {"port": 0}
     for changed in (

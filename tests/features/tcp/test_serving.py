@@ -1,4 +1,4 @@
-"""What a source gives to whom, over sockets: registered memory, to those who know the token."""
+"""A source gives registered memory to those who know the token, and nothing else to anybody."""
 
 import ctypes
 import errno

@@ -1,4 +1,4 @@
-"""What the doctor finds out about transport="tcp"."""
+"""The doctor's findings about transport="tcp"."""
 
 from torch_ros.features.tcp.trial import tried
 

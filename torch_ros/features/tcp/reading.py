@@ -68,7 +68,7 @@ class Flight:
             hang_up(sock)
 
     def watch(self) -> tuple[int, int] | None:
-        """What `poll` is to be asked for it; None: nothing."""
+        """The socket and the events to ask `poll` for; None: nothing."""
         sock, event = self.sock, _EVENTS.get(self.event)
         number = -1 if sock is None else sock.fileno()
         return None if number < 0 or event is None else (number, event)
@@ -92,8 +92,8 @@ def wait(flights: Iterable[Flight], wait_s: float) -> None:
 class Sockets:
     """The connections to one peer. A read owns one while an answer is due.
 
-    Args:
-        peers: How many peers this process has.
+    Attributes:
+        peers: How many peers the transport has, which share the sockets that it may open.
     """
 
     def __init__(self, card: TcpCard, routes: Sequence[TcpRoute], buffers: PieceBuffers) -> None:

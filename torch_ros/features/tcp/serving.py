@@ -62,7 +62,7 @@ def share() -> int:
 
 
 class Table:
-    """What may be read now, by the ids of registrations."""
+    """Memory that may be read now, by the ids of registrations."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()  # held for one look-up, and one copy that does not wait
