@@ -21,12 +21,13 @@ import pytest
 from kit import until
 from p2p.steps import attached, prepared, region
 
-from torch_ros.channels import addresses, wire
+from torch_ros.channels import addresses, pool, wire
 from torch_ros.channels.addresses import Listen, place
 from torch_ros.channels.meeting import openssl
+from torch_ros.channels.pool import Flight, Sockets
+from torch_ros.channels.views import PieceBuffers
 from torch_ros.errors import NotSupported, TransferFailed, UsageError
-from torch_ros.features.tcp import reading, serving
-from torch_ros.features.tcp.reading import Flight, Sockets
+from torch_ros.features.tcp import serving
 from torch_ros.features.tcp.transport import TcpTransport, _answered
 from torch_ros.p2p.regions import merge
 from torch_ros.spans import HOST, Region
@@ -59,7 +60,7 @@ class Raw:
 
     def __init__(self, source):
         self.card = wire.parse_card(source.connection)
-        routes = reading.addresses.routes(self.card, place())
+        routes = addresses.routes(self.card, place())
         self.flight = Flight()
         self.sockets = Sockets(self.card, routes, source._buffers)
         self.channel, _ = self.run(self.sockets.take(self.flight))
@@ -432,7 +433,7 @@ def test_a_source_that_ends_idle_connections_is_not_lost(source, reader):
 @SEALED
 def test_a_full_source_ends_what_is_idle_and_nothing_else(source, reader, monkeypatch):
     monkeypatch.setattr(serving, "share", lambda: 2)
-    monkeypatch.setattr(reading, "FULL_S", 0.01)
+    monkeypatch.setattr(pool, "FULL_S", 0.01)
     held = bytes_of(SIZE)
     name = source.register([region(held)]).name
     busy, idle = Raw(source), Raw(source)
@@ -448,7 +449,7 @@ def test_a_full_source_ends_what_is_idle_and_nothing_else(source, reader, monkey
     waiting = third.sockets.dial(flight)
     for _ in range(20):
         flight.event = next(waiting)
-        reading.wait([flight], 0.01)
+        pool.wait([flight], 0.01)
     assert busy.receive(SIZE) == held.tobytes()
     _answered(waiting, flight, DEADLINE_S)
     assert third.receive(SIZE) == held.tobytes()
@@ -465,8 +466,8 @@ def test_more_reads_than_sockets_take_turns(source, reader):
         read.post()
     until(lambda: {read.is_done() for read, _ in reads} == {True}, DEADLINE_S, pause_s=0)
     assert all((target == held).all() for _, [target] in reads)
-    most = reading.FAR_MAX if reads[0][0].ways[0][0] == "tcp, encrypted" else reading.NEAR_MAX
-    assert source._server.count <= most + reading.MORE_MAX
+    most = pool.FAR_MAX if reads[0][0].ways[0][0] == "tcp, encrypted" else pool.NEAR_MAX
+    assert source._server.count <= most + pool.MORE_MAX
 
 
 @SEALED
@@ -555,7 +556,7 @@ class Child:
         self.connection, self.descriptor, self.name = parts[:3]
         self.address = int.from_bytes(parts[3], "little")
         self.size = size
-        self._buffers = reading.PieceBuffers(wire.PIECE_BYTES + 64)
+        self._buffers = PieceBuffers(wire.PIECE_BYTES + 64)
 
     def read(self, reader, target):
         peer = reader.connect(self.connection)
@@ -638,7 +639,7 @@ def test_a_forked_child_serves_nobody_and_holds_nothing_open(source, reader):
     done(read)
     server = source._server
     ours = [*server._listeners, *(each.sock for each in server._connections.values())]
-    files = {each.fileno() for each in (*ours, *reading._sockets)} | {server._piece_fd}
+    files = {each.fileno() for each in (*ours, *pool._sockets)} | {server._piece_fd}
     found = {inode(fd) for fd in files if fd >= 0}
     assert len(found) >= 4
     here, there = os.pipe()

@@ -1,4 +1,4 @@
-"""The reader's end: sockets to a peer, and reads of its memory.
+"""The reader's end: reads of a peer's memory.
 
 There are no threads here: bytes are received by whoever asks whether a read is done, so none lands
 once that is closed.
@@ -6,196 +6,30 @@ once that is closed.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
-import socket
 import threading
 import time
-import weakref
-from collections import deque
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from torch_ros.channels import addresses, wire
-from torch_ros.channels.addresses import TcpRoute
+from torch_ros.channels import wire
 from torch_ros.channels.meeting import (
     GO_ON,
-    LATER,
-    READ,
-    WRITE,
     Channel,
-    Full,
     Running,
     Steps,
-    greet,
 )
-from torch_ros.channels.steps import connected, pause, within
-from torch_ros.channels.views import PieceBuffers, at
-from torch_ros.channels.wire import TcpCard
+from torch_ros.channels.pool import Flight, wait
+from torch_ros.channels.views import at
 from torch_ros.errors import ClosedError, TransferFailed, UsageError
-from torch_ros.features.tcp.serving import drop_copy, share
 
 if TYPE_CHECKING:
     from torch_ros.features.tcp.transport import TcpPeer, TcpRegistration
 
-NEAR_MAX, FAR_MAX = 4, 16  # sockets of a peer: 16 fill 10 Gbit/s at 40 ms with Linux's defaults
-MORE_MAX, SMALL_BYTES = 2, 64 << 10  # further ones for small reads, as of words: they do not queue
-CONNECT_S, MEET_S = 1.5, 4.0  # for an address, if there is another one to try
-LOST_MS = 15_000  # without an answer of the source's host to what was sent
-FULL_S = 0.5  # between two tries of a source that has no room
 WAIT_S = 0.005  # for bytes, of any read of this process; what is there is taken for as long
-
-_EVENTS = {READ: select.POLLIN, WRITE: select.POLLOUT}
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 class Unregistered(ConnectionError):
     """The source has not registered it any more."""
-
-
-@dataclass(eq=False, slots=True)
-class Flight:
-    """The socket that something under way waits for, and how: whoever waits looks here."""
-
-    sock: socket.socket | None = None
-    event: int = LATER
-
-    def close(self) -> None:
-        sock, self.sock = self.sock, None
-        if sock is not None:
-            hang_up(sock)
-
-    def watch(self) -> tuple[int, int] | None:
-        """The socket and the events to ask `poll` for; None: nothing."""
-        sock, event = self.sock, _EVENTS.get(self.event)
-        number = -1 if sock is None else sock.fileno()
-        return None if number < 0 or event is None else (number, event)
-
-
-def hang_up(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # a forked child may have it too: say that it is over
-        sock.shutdown(socket.SHUT_RDWR)
-    sock.close()
-
-
-def wait(flights: Iterable[Flight], wait_s: float) -> None:
-    """Wait until one of them can go on. A socket that is closed meanwhile ends the wait early."""
-    poll = select.poll()
-    for watched in [each.watch() for each in tuple(flights)]:
-        if watched:
-            poll.register(*watched)
-    poll.poll(wait_s * 1e3)
-
-
-class Sockets:
-    """The connections to one peer. A read owns one while an answer is due.
-
-    Attributes:
-        peers: How many peers the transport has, which share the sockets that it may open.
-    """
-
-    def __init__(self, card: TcpCard, routes: Sequence[TcpRoute], buffers: PieceBuffers) -> None:
-        self._card, self._routes, self._buffers = card, list(routes), buffers
-        self._idle: deque[Channel] = deque()
-        self._lock = threading.Lock()
-        self._count = 0
-        self._is_closed = False
-        self.peers = 1
-
-    @property
-    def is_near(self) -> bool:
-        return bool(self._routes) and self._routes[0].mode == wire.NEAR
-
-    def take(self, flight: Flight, size_bytes: int = 0) -> Running[tuple[Channel, bool]]:
-        """A channel for this flight, and whether others have used it. Waits until there is one."""
-        more = MORE_MAX if size_bytes <= SMALL_BYTES else 0
-        while True:
-            with self._lock:
-                if self._is_closed:
-                    raise ConnectionError("the connection was closed")
-                channel = self._idle.pop() if self._idle else None
-                most = min(NEAR_MAX if self.is_near else FAR_MAX, max(1, share() // self.peers))
-                is_new = channel is None and self._count < most + more
-                self._count += is_new
-            if channel is not None:
-                flight.sock = channel.sock
-                return channel, True
-            if is_new:
-                break
-            yield LATER
-        try:
-            return (yield from self.dial(flight)), False
-        except BaseException:
-            self.drop(flight)
-            raise
-
-    def give(self, flight: Flight, channel: Channel) -> None:
-        """Take it back, with no answer due."""
-        flight.sock = None
-        with self._lock:
-            if not self._is_closed:
-                self._idle.append(channel)
-                return
-        hang_up(channel.sock)
-
-    def drop(self, flight: Flight) -> None:
-        """Close what the flight has."""
-        flight.close()
-        with self._lock:
-            self._count -= 1
-
-    def dial(self, flight: Flight) -> Running[Channel]:
-        """Connect anew, by the first route that leads to the process of the card.
-
-        Raises: ConnectionError: None does; why, for each.
-        """
-        said = []
-        for route in tuple(self._routes):
-            is_last = route == self._routes[-1]
-            try:
-                while True:
-                    with contextlib.suppress(Full):
-                        channel = yield from self._reach(flight, route, is_last=is_last)
-                        self._prefer(route)
-                        return channel
-                    flight.close()
-                    yield from pause(FULL_S)
-            except OSError as error:
-                flight.close()
-                said.append(f"{route}: {error.strerror or error}")
-        raise ConnectionError("; ".join(said) or "its card has no address for this host")
-
-    def _prefer(self, route: TcpRoute) -> None:
-        if route.mode != wire.NEAR and self._routes[0] != route and not self.is_near:
-            self._routes = [route, *(each for each in self._routes if each != route)]
-
-    def _reach(self, flight: Flight, route: TcpRoute, *, is_last: bool) -> Running[Channel]:
-        family = socket.AF_INET if route.address.version == 4 else socket.AF_INET6
-        try:
-            sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        except OSError as error:  # what this process lacks is not the source's fault
-            raise Full(str(error)) from error
-        _sockets.add(sock)
-        flight.sock = sock
-        addresses.tune(sock)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_MS)
-        connecting = connected(sock, route)
-        meeting = greet(sock, self._card, route.mode, self._buffers)
-        if is_last:
-            yield from connecting
-            return (yield from meeting)
-        yield from within(connecting, CONNECT_S)
-        return (yield from within(meeting, MEET_S))
-
-    def close(self) -> None:
-        """Close those that are idle; others are their reads' to close."""
-        with self._lock:
-            self._is_closed = True
-            idle, self._idle = self._idle, deque()
-        for channel in idle:
-            hang_up(channel.sock)
 
 
 class TcpTransfer:
@@ -351,12 +185,3 @@ class TcpTransfer:
         self.flight.close()
         if self._state == "flying":
             self._state, self._failure = "idle", reason
-
-
-def _forget_all() -> None:
-    for sock in tuple(_sockets):
-        drop_copy(sock)
-
-
-for _ in range(2):  # a signal's handler that raises there ends the first one
-    os.register_at_fork(after_in_child=_forget_all)

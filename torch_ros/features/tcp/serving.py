@@ -33,6 +33,7 @@ from torch_ros.channels.meeting import (
     TcpIdentity,
     accept,
 )
+from torch_ros.channels.pool import close_number, drop_copy, hang_up, share
 from torch_ros.channels.views import PieceBuffers, at, rest
 from torch_ros.channels.wire import Garbage
 from torch_ros.errors import UsageError
@@ -45,7 +46,6 @@ Rows = Sequence[tuple[bytes, int, int]]
 
 UNKNOWN_MAX, UNKNOWN_S = 64, 5.0  # connections that have not shown the token
 MEET_S = 10.0  # for those that have
-CONNECTIONS_MAX = 1024  # of a process, and at most a quarter of the files that it may open
 REST_S = 1.0  # of the listeners, when this process may open no more
 TICK_S = 0.5
 LOOKS_MAX = 8  # at a word that changes meanwhile
@@ -53,12 +53,6 @@ _NOEXEC = 0x0008  # MFD_NOEXEC_SEAL, which some systems ask for and old ones do 
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 _servers: weakref.WeakSet[Server] = weakref.WeakSet()
-
-
-def share() -> int:
-    """How many connections this process may have in each direction."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return CONNECTIONS_MAX if limit < 0 else max(1, min(CONNECTIONS_MAX, limit // 4))
 
 
 class Table:
@@ -155,7 +149,7 @@ class Server:
 
     def _close_rest(self) -> None:
         for fd in (self._wakes, self._piece_fd):
-            _close(fd)
+            close_number(fd)
         with contextlib.suppress(BufferError):  # the parent was just sending it
             self._piece.close()
 
@@ -297,9 +291,7 @@ class Server:
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(one.sock)
         one.steps.close()
-        with contextlib.suppress(OSError):  # a forked child may have it too: say that it is over
-            one.sock.shutdown(socket.SHUT_RDWR)
-        one.sock.close()
+        hang_up(one.sock)
 
     def _drop_all(self) -> None:
         for each in tuple(self._connections.values()):
@@ -400,19 +392,6 @@ def _piece() -> tuple[int, mmap.mmap]:
     except BaseException:
         os.close(fd)
         raise
-
-
-def _close(fd: int) -> None:
-    with contextlib.suppress(OSError):
-        os.close(fd)
-
-
-def drop_copy(sock: socket.socket) -> None:
-    """Close a forked child's copy of a socket, by its number and without a word to the peer. Once
-    more does no harm: a signal may have ended the first time anywhere.
-    """
-    _close(sock.fileno())
-    sock.detach()
 
 
 def _forget_all() -> None:

@@ -22,12 +22,13 @@ import numpy as np
 from torch_ros.channels import addresses, wire
 from torch_ros.channels.addresses import Listen, parse_listen
 from torch_ros.channels.meeting import Answer, Running, TcpIdentity
+from torch_ros.channels.pool import Flight, Sockets, wait
 from torch_ros.channels.steps import within
 from torch_ros.channels.views import PieceBuffers
 from torch_ros.channels.wire import Garbage, Named
 from torch_ros.costs import TCP_COSTS, Costs
 from torch_ros.errors import ClosedError, NotSupported, TransferFailed
-from torch_ros.features.tcp.reading import Flight, Sockets, TcpTransfer, Unregistered, wait
+from torch_ros.features.tcp.reading import TcpTransfer, Unregistered
 from torch_ros.features.tcp.serving import Server, Table
 from torch_ros.p2p.regions import Cover, cut, merge
 from torch_ros.p2p.transport import CONNECT_S
