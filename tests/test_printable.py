@@ -7,11 +7,13 @@ import pickle
 from pathlib import Path
 
 import pytest
+from trees import nodes
 
 from torch_ros.errors import SourceLost, StoreUnavailable, UsageError
 from torch_ros.printable import log_of, printable
 
 PACKAGE = Path(__file__).parents[1] / "torch_ros"
+OF_TREES = pytest.mark.xdist_group("trees")
 EVIL = "a\n2026-11-27 CRITICAL forged\x1b[2J\x9b0m\u202e"
 
 
@@ -47,21 +49,21 @@ def test_a_name_makes_no_line_of_its_own_in_a_log():
     assert second == "fine: 'x'"
 
 
+@OF_TREES
 def test_every_module_logs_lines_that_no_name_can_break():
     alone = {"printable.py", "local/etcd.py"}  # the supervisor is run without the package
     for path in PACKAGE.rglob("*.py"):
-        calls = (
-            each for each in ast.walk(ast.parse(path.read_text())) if isinstance(each, ast.Call)
-        )
+        calls = (each for each in nodes(path.read_text()) if isinstance(each, ast.Call))
         names = {ast.unparse(each.func) for each in calls}
         assert "logging.getLogger" not in names or str(path.relative_to(PACKAGE)) in alone, path
 
 
+@OF_TREES
 def test_commands_write_through_one_door():
     for path in (PACKAGE / "cli").glob("*.py"):
         if path.name in {"output.py", "trial.py"}:  # the door; a child that answers its parent
             continue
-        for each in ast.walk(ast.parse(path.read_text())):
+        for each in nodes(path.read_text()):
             if isinstance(each, ast.Call):
                 name = ast.unparse(each.func)
                 is_text = name.endswith((".write", ".writelines")) or name == "print"

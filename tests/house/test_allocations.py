@@ -3,7 +3,11 @@
 import ast
 from pathlib import Path
 
+import pytest
 from torch.utils._device import _device_constructors
+from trees import nodes
+
+pytestmark = pytest.mark.xdist_group("trees")
 
 ROOT = Path(__file__).parents[2]
 CONSTRUCTORS = {function.__name__ for function in _device_constructors()}
@@ -15,7 +19,7 @@ OF_ONE_DTYPE = {"arange"}  # of the numbers that it is given
 def undetermined(folder):
     """The calls that leave the device of a new tensor, or its dtype, to the program's defaults."""
     for path in sorted(folder.rglob("*.py")):
-        for call in ast.walk(ast.parse(path.read_text())):
+        for call in nodes(path.read_text()):
             if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
                 continue
             name, given = call.func.attr, {keyword.arg for keyword in call.keywords}
@@ -32,7 +36,7 @@ def undetermined(folder):
 def renamed(folder):
     """Constructors under names that `undetermined` does not see."""
     for path in sorted(folder.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path.read_text()):
             if isinstance(node, ast.ImportFrom) and node.module == "torch":
                 for alias in node.names:
                     if alias.name in CONSTRUCTORS:

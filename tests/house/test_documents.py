@@ -12,6 +12,7 @@ import types
 from pathlib import Path
 
 import pytest
+from trees import nodes
 
 import torch_ros
 import torch_ros.bucket
@@ -156,7 +157,7 @@ def test_operations_lists_each_thread_of_a_handle():
 def warnings_of_the_log():
     """The text of each line at WARNING or above, and the file that logs it."""
     for path in sorted((ROOT / "torch_ros").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path.read_text()):
             match node:
                 case ast.Call(
                     func=ast.Attribute(value=ast.Name("log" | "logger"), attr=level), args=args
@@ -168,6 +169,7 @@ def is_text(node):
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
+@pytest.mark.xdist_group("trees")
 def test_operations_has_each_warning_of_the_log():
     """Its first clause, as one would search for it."""
     told = " ".join((ROOT / "docs" / "OPERATIONS.md").read_text().replace("*", "").split())

@@ -4,6 +4,11 @@ import ast
 import sys
 from pathlib import Path
 
+import pytest
+from trees import nodes
+
+pytestmark = pytest.mark.xdist_group("trees")
+
 PACKAGE = Path(__file__).parents[2] / "torch_ros"
 GROUND = {
     "allocation",
@@ -113,7 +118,7 @@ DOORS = {
 
 
 def imported(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path.read_text()):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -165,7 +170,7 @@ def broken_arrows(package):
 def files_that_write_words():
     """The files that call `serve` or `void` of a mailbox."""
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path.read_text()):
             is_write = isinstance(node, ast.Attribute) and node.attr in {"serve", "void"}
             if is_write and ast.unparse(node.value).endswith("mailbox"):
                 yield str(path.relative_to(PACKAGE))
@@ -215,7 +220,7 @@ def private_imports(package):
 
 def public_classes(package):
     for path in sorted(package.rglob("*.py")):
-        for node in ast.parse(path.read_text()).body:
+        for node in nodes(path.read_text())[0].body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 yield node.name, str(path.relative_to(package))
 

@@ -8,6 +8,9 @@ import ast
 from pathlib import Path
 
 import pytest
+from trees import nodes
+
+pytestmark = pytest.mark.xdist_group("trees")
 
 PACKAGE = Path(__file__).parents[2] / "torch_ros"
 LIMITS = {"file": 450, "class": 300, "function": 40, "parameters": 6}
@@ -17,11 +20,11 @@ OFFENDERS = {
 }
 
 
-def code_lines(source, tree):
+def code_lines(source):
     """The numbers of the lines that hold code."""
     numbered = enumerate(source.splitlines(), 1)
     lines = {number for number, line in numbered if line.strip() and line.lstrip()[0] != "#"}
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
             node
         ):
@@ -38,8 +41,7 @@ def parameters(function, *, is_method):
 
 def sizes(name, source):
     """The file and all that is in it, each with its size: (kind, dotted name, size)."""
-    tree = ast.parse(source)
-    lines = code_lines(source, tree)
+    lines = code_lines(source)
     yield "file", name, len(lines)
 
     def inside(node, prefix, *, is_class):
@@ -59,7 +61,7 @@ def sizes(name, source):
             else:
                 yield from inside(child, prefix, is_class=is_class)
 
-    yield from inside(tree, name, is_class=False)
+    yield from inside(nodes(source)[0], name, is_class=False)
 
 
 def too_large(package):

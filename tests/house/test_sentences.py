@@ -1,6 +1,9 @@
 """Sentences name the thing first; see docs/STYLE.md."""
 
+import pytest
 import sentences
+
+pytestmark = pytest.mark.xdist_group("trees")
 
 PERCENT = 1.5  # of all sentences, in documents and in docstrings
 

@@ -1,6 +1,9 @@
 """Each word of a name is in the word table, or is a plain one; a new one is a decision."""
 
+import pytest
 from words import PLAIN, TABLE, defined, is_form_of, plain, used, words
+
+pytestmark = pytest.mark.xdist_group("trees")
 
 
 def test_words_of_names_are_in_the_table_or_plain():

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from trees import nodes
+
 ROOT = Path(__file__).parents[2]
 PLAIN = Path(__file__).with_name("plain_words.txt")
 TABLE = ROOT / "docs" / "STYLE.md"
@@ -22,7 +24,7 @@ def names(package: Path) -> Iterator[str]:
     kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for path in sorted(package.rglob("*.py")):
         yield path.stem
-        for node in ast.parse(path.read_text()).body:
+        for node in nodes(path.read_text())[0].body:
             if not isinstance(node, kinds):
                 continue
             yield node.name
