@@ -9,6 +9,7 @@ bear its mark: one that ends in `# feature NAME`, and those from `# feature NAME
 `# needs features NAME, NAME`.
 """
 
+import gc
 import importlib
 import os
 import pkgutil
@@ -26,7 +27,14 @@ FEATURES = sorted(path.parent.name for path in PACKAGE.glob("features/*/__init__
 NEEDS = re.compile(r"^# needs features (.*)$", re.MULTILINE)
 # Trees of the whole, documents, engines, and tests that take the cores for themselves.
 TRIED_WITH_ALL = ("house", "engines", "processes", "history", "wan", "gpu")
-SLOW = ("torch.distributed.checkpoint", "pyetcd", "textual.app", "uvicorn")  # to import
+SLOW = (  # to import
+    *("torch.distributed.checkpoint", "safetensors.torch", "pyetcd", "cryptography.x509"),
+    *(
+        "cryptography.hazmat.primitives.ciphers.aead",
+        "cryptography.hazmat.primitives.asymmetric.ec",
+    ),
+    *("textual.app", "textual.widgets", "starlette.applications", "uvicorn", "prometheus_client"),
+)
 EXTRAS = {"verl", "vllm"}  # which no environment of the tests has
 
 
@@ -152,6 +160,7 @@ def main(features: list[str]) -> int:
         del sys.modules[name]  # torch loads what is installed as a rendezvous of its own
     sys.path[:] = [path for path in sys.path if not (Path(path or ".") / "torch_ros").exists()]
     sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in repr(each).lower()]
+    gc.freeze()  # or each child looks at all of it, and has it written anew
     failed = [feature for feature in features if try_without(feature)]
     for feature in features:
         print(f"{feature}: {'fails' if feature in failed else 'stands'}")
