@@ -1,5 +1,6 @@
 """Fixtures that tests of several folders use."""
 
+import gc
 import signal
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,17 @@ import puppets
 import torch_ros
 from puppets.objects import ObjectServer
 from torch_ros.store import run
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Import all tests; half a million objects, which no garbage collection looks at again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")

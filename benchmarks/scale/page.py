@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import acceptance
-import figures
 
 Row = Mapping[str, Any]
 
@@ -50,6 +49,8 @@ def rows_in(directory: Path) -> list[Row]:
 
 
 def write(rows: Sequence[Row], directory: Path) -> None:
+    import figures  # noqa: PLC0415 - a second, and most runs draw nothing
+
     figures.draw(rows, directory)
     (directory / "README.md").write_text("\n".join([*_page(rows)]).rstrip("\n") + "\n")
 

@@ -92,7 +92,7 @@ def legitimate():
         ),
         "more": (tensor, parameter, torch.ones(1).expand(1000), torch.ones(2) + 0j),
         "sparse": (torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr()),
-        "meta": (torch.eye(3, device="meta"),),
+        "meta": (torch.empty(3, 3, device="meta"),),
     }
 
 

@@ -8,7 +8,6 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import torch_ros
 from torch_ros.errors import NotSupported
@@ -46,6 +45,8 @@ KINDS = {
 
 
 def made(kind):
+    from transformers import AutoConfig, AutoModelForCausalLM  # a second, once
+
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL | KINDS[kind]))
 
 
