@@ -125,6 +125,9 @@ demo: $(INSTALLED_DEMO)
 demo-vllm: $(INSTALLED_VLLM)
 	$(VLLM)/bin/python examples/grpo_with_vllm.py
 
+# Else each thread of torch that has nothing to do spins for milliseconds, on cores that others need.
+test test-all: export OMP_WAIT_POLICY := passive
+
 test: $(INSTALLED)
 	$(PYTEST) $(NOT_BESIDE) -m 'not long'
 
