@@ -25,6 +25,8 @@ from torch_ros.weights.digest import digest
 
 PLACES = ("cuda", "cpu")
 COPY, ROS, COPIES = "torch copy", "torch_ros, publish and replicate", "publish_copy"
+TCP = 'the same, transport="tcp"'
+OVER_TCP: dict[str, Any] = {"transport": "tcp", "listen": "127.0.0.1"}
 
 
 def made(setup: Setup, count: int, place: str) -> dict[str, torch.Tensor]:
@@ -61,6 +63,9 @@ class Copier(Trainer):
 def source(setup: Setup, count: int) -> Actors:
     held = {place: made(setup, count, place) for place in PLACES}
     trainers = {place: Trainer(setup, place, held[place]) for place in PLACES}
+    trainers |= {
+        f"tcp {place}": Trainer(setup, f"tcp-{place}", held[place], **OVER_TCP) for place in PLACES
+    }
     copies = {f"copies to {to}": Copier(setup, f"copies-{to}", held["cuda"]) for to in PLACES}
     return trainers | copies
 
@@ -71,12 +76,17 @@ def reader(setup: Setup, count: int) -> Actors:
     for here in PLACES:
         sources = made(setup, count, here)
         for there in PLACES:
-            actors[f"{here} to {there}"] = Rollout(setup, here, f"in-{there}", held[there])
+            name = f"in-{there}"
+            actors[f"{here} to {there}"] = Rollout(setup, here, name, held[there])
+            actors[f"tcp {here} to {there}"] = Rollout(
+                setup, f"tcp-{here}", name, held[there], **OVER_TCP
+            )
             actors[f"copy {here} to {there}"] = DeviceCopy(sources, held[there])
     return actors
 
 
 def replicate(pair: list[Child], here: str, there: str) -> Sample:
+    """`here` is the trainer: a place, after "tcp " if it is read over that."""
     theirs, ours = pair
     version = theirs.ask(here, "write")
     published_s = theirs.ask(here, "publish")
@@ -84,6 +94,7 @@ def replicate(pair: list[Child], here: str, there: str) -> Sample:
     read_s = ours.ask(way, "replicate", version)["elapsed_s"]
     ours.ask(way, "verify", version)
     ours.ask(way, "let_go")
+    theirs.ask(here, "unpublish")  # others write to the same tensors
     return {"elapsed_s": published_s + read_s, "published_s": published_s}
 
 
@@ -99,6 +110,7 @@ def cases(pair: list[Child]) -> dict[tuple[str, str], Callable[[], Sample]]:
             way = f"{here} to {there}"
             found[COPY, way] = asked(ours, f"copy {way}", "copy", 1)
             found[ROS, way] = partial(replicate, pair, here, there)
+            found[TCP, way] = partial(replicate, pair, f"tcp {here}", there)
     for to in PLACES:
         found[COPIES, f"cuda to {to}"] = asked(theirs, f"copies to {to}", "publish_copy", to)
     found["digest, full", "cuda"] = asked(theirs, "copies to cuda", "digest")

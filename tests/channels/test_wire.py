@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_ros.channels import wire
-from torch_ros.channels.wire import Garbage, Named
+from torch_ros.channels.wire import DEVICES_MAX, Garbage, Named
+from torch_ros.spans import HOST
 
 SECRETS = bytes(range(32)), bytes(32)
 CARD = wire.card_of("a/0-1", ("boot", 7), 7000, [bytes(4), bytes(16)], SECRETS)
@@ -81,6 +82,18 @@ def test_regions_that_are_none_are_refused(bounds):
     assert (starts.tolist(), ends.tolist()) == ([10, 30], [20, 40])
     with pytest.raises(Garbage):
         Named(bytes(16), -1, bounds).regions()
+
+
+@pytest.mark.parametrize("device", [HOST, 0, DEVICES_MAX - 1])
+def test_a_descriptor_says_which_device_it_is_of(device):
+    named = Named(bytes(16), device, BOUNDS)
+    assert wire.parse_descriptor(wire.descriptor_of("a", [named])) == ("a", (named,))
+
+
+@pytest.mark.parametrize("device", [HOST - 1, DEVICES_MAX, 1 << 63, "0", None, 0.0, True])
+def test_a_device_that_is_none_is_refused(device):
+    with pytest.raises(Garbage):
+        wire.parse_descriptor(wire.descriptor_of("a", [Named(bytes(16), device, BOUNDS)]))
 
 
 def test_a_request_comes_back_as_it_was():

@@ -26,7 +26,7 @@ NOTICE_S = 10
 KINDS = ["memory", "nixl"]
 KINDS += ["shared", "cma"]  # feature shortcuts
 KINDS += ["fabric", "beyond"]  # feature fabrics
-KINDS += ["tcp", "tcp-near"]  # feature tcp
+KINDS += ["tcp", "tcp-near", "tcp-device", "tcp-near-device"]  # feature tcp
 # feature shortcuts {
 KINDS += ["tcp-cma"]  # feature tcp
 # } shortcuts
@@ -59,6 +59,13 @@ def make(request, monkeypatch):
             from torch_ros.features.tcp.transport import TcpTransport
 
             made.append(TcpTransport(*args, **elsewhere(request.param, len(made))))
+        elif request.param in ("tcp-device", "tcp-near-device"):
+            from features.tcp.devices import Devices, OnDevice
+
+            from torch_ros.features.tcp.transport import TcpTransport
+
+            where = elsewhere(request.param.removesuffix("-device"), len(made))
+            made.append(OnDevice(TcpTransport(*args, crossing=(on := Devices()), **where), on))
         # feature shortcuts {
         elif request.param == "tcp-cma":
             from torch_ros.features.tcp.transport import TcpTransport

@@ -1,18 +1,26 @@
 """Weights in CUDA memory. Skipped where there is no GPU."""
 
 import multiprocessing
+import threading
 import uuid
+from contextlib import closing
 
+import numpy as np
 import pytest
 import torch
+from kit import until
 
 import torch_ros
 from torch_ros import Cast, Float8
+from torch_ros.channels.addresses import Listen, place
 from torch_ros.copies import buffers as copy_buffers
 from torch_ros.copies.buffers import CopyBuffers, Copying
+from torch_ros.copies.crossing import cuda
 from torch_ros.copies.ferry import Ferry
 from torch_ros.copies.turns import HostBuffers
 from torch_ros.errors import NotSupported
+from torch_ros.features.tcp.transport import TcpTransport
+from torch_ros.spans import Region
 from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.digest import digest
 from torch_ros.weights.local import local_chunks
@@ -230,3 +238,119 @@ def test_tensors_of_one_allocation_are_one_registration():
     for tensor in made.values():
         start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         assert any(r.address <= start and end <= r.address + r.size_bytes for r in regions)
+
+
+# By sockets of our own
+
+
+def follow_by_sockets(model, endpoint, versions, device, results):
+    got = tensors(device, -1.0)
+    options = {"transport": "tcp", "listen": "127.0.0.1"}
+    with torch_ros.open(model, endpoint=endpoint, replica="rollout", **options) as rollout:
+        rollout.register(got)
+        for version in versions:
+            rollout.wait(lambda there, version=version: version in there, timeout_s=60)
+            rollout.update(version, timeout_s=60)
+            results.put((version, all(bool((t == float(version)).all()) for t in got.values())))
+
+
+@pytest.mark.parametrize(("here", "there"), [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
+def test_another_process_follows_by_sockets(etcd_endpoint, here, there):
+    model = "m-" + uuid.uuid4().hex[:8]
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    versions = range(1, 4)
+    child = context.Process(
+        target=follow_by_sockets, args=(model, etcd_endpoint, versions, there, results)
+    )
+    child.start()
+    source = tensors(here, 0.0)
+    side = torch.cuda.Stream()
+    options = {"transport": "tcp", "listen": "127.0.0.1"}
+    with torch_ros.open(model, endpoint=etcd_endpoint, replica="trainer", **options) as trainer:
+        trainer.register(source)
+        for version in versions:
+            trainer.unpublish()
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(50_000_000)
+                for tensor in source.values():
+                    tensor.fill_(float(version))
+            trainer.publish(version)
+            assert results.get(timeout=60) == (version, True)
+    child.join(30)
+    assert child.exitcode == 0
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "sealed"])
+def read(request):
+    """A read over sockets from a device to itself, 33 MiB; with its source, and its target."""
+    where = (place()[0], -1 if request.param else place()[1])
+    with (
+        closing(TcpTransport(listen=Listen(("127.0.0.1",)), place=where)) as source,
+        closing(TcpTransport()) as reader,
+    ):
+        held = torch.randint(0, 256, (33 << 20,), dtype=torch.uint8, device="cuda")
+        target = torch.zeros_like(held)
+        torch.cuda.synchronize()
+        places = [Region(t.data_ptr(), t.nbytes, t.get_device()) for t in (held, target)]
+        peer = reader.connect(source.connection)
+        peer.attach(source.register(places[:1]).descriptor)
+        reader.register(places[1:])
+        rows = np.array([(places[0].address, places[1].address, held.nbytes)], np.uint64)
+        devices = {"source_device": places[0].device, "target_device": places[1].device}
+        yield peer.prepare(rows, **devices), held, target
+
+
+def done(made):
+    made.post()
+    until(made.is_done, 60, pause_s=0)
+
+
+def test_sockets_bring_every_byte_from_a_device_to_a_device(read):
+    made, held, target = read
+    for _ in range(3):
+        done(made)
+        assert torch.equal(target, held)
+        target.zero_()
+        torch.cuda.synchronize()
+    assert len(cuda()._pinned) >= 4  # two of each end: all could be pinned
+
+
+def test_sockets_wait_for_no_kernel(read):
+    made, held, target = read
+    done(made)
+    for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(10_000_000_000)  # some seconds
+        done(made)
+        assert not stream.query()
+        torch.cuda.synchronize()
+    assert torch.equal(target, held)
+
+
+def test_a_capture_goes_on_beside_sockets(read):
+    made, held, target = read
+    done(made)
+    source, result = torch.ones(1000, device="cuda"), torch.zeros(1000, device="cuda")
+    result.add_(source)
+    for tensor in (target, result):
+        tensor.zero_()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    reads = threading.Thread(target=done, args=(made,))
+    with torch.cuda.graph(graph, capture_error_mode="global"):
+        result.add_(source)
+        reads.start()
+        reads.join(60)
+        result.add_(source)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(result, torch.full_like(result, 2.0))
+    assert torch.equal(target, held)
+
+
+def test_sockets_leave_the_thread_on_its_device(read):
+    made, _, _ = read
+    before = torch.cuda.current_device(), torch.cuda.current_stream()
+    done(made)
+    assert (torch.cuda.current_device(), torch.cuda.current_stream()) == before

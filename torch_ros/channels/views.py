@@ -29,13 +29,18 @@ class PieceBuffers:
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
-        self._kept: list[bytearray] = []
+        self._kept: list[bytearray | memoryview] = []
+
+    def keep(self, buffer: memoryview) -> None:
+        """One more, of that size."""
+        self._kept.append(buffer)
 
     @contextmanager
     def one(self, size_bytes: int) -> Iterator[memoryview]:
         """A buffer of so many bytes, until the block ends."""
         is_small = size_bytes <= LEAST_BYTES
         try:
+            whole: bytearray | memoryview
             whole = bytearray(size_bytes) if is_small else self._kept.pop()
         except IndexError:
             whole = bytearray(self._size_bytes)

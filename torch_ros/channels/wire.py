@@ -26,6 +26,7 @@ PIECE_BYTES, PIECE_ROWS = 1 << 20, 256  # of what is copied, and sealed, at once
 NONCE_BYTES = PROOF_BYTES = KEY_BYTES = 32
 WORD_BYTES = 8
 ADDRESSES_MAX = 8
+DEVICES_MAX = 1024
 HERE, IS_GONE = 0, 1  # an answer's status: bytes follow; an id is unknown, and no bytes come
 WELCOME, FULL = b"\0", b"\1"  # the answers to a knock
 NEAR, SEALED = 1, 2  # modes: plain, over loopback; TLS, then sealed pieces
@@ -37,6 +38,7 @@ _Address = Annotated[bytes, Meta(min_length=4, max_length=16)]
 _Addresses = Annotated[tuple[_Address, ...], Meta(max_length=ADDRESSES_MAX)]
 _Port = Annotated[int, Meta(ge=1, le=65535)]
 _Name = Annotated[str, Meta(min_length=1, max_length=1024)]
+_Device = Annotated[int, Meta(ge=HOST, lt=DEVICES_MAX)]
 
 
 class Garbage(ConnectionError):
@@ -63,13 +65,13 @@ class Named(NamedTuple):
     """A registration's regions on one device, as peers are told of them."""
 
     id: _Id
-    device: int
+    device: _Device  # HOST, or a CUDA device as the source counts them
     bounds: bytes  # starts, then ends: disjoint, in order
 
     def regions(self) -> tuple[Uint64s, Uint64s]:
         """Raises: Garbage: They are none, or not in order."""
-        if not self.bounds or len(self.bounds) % 16 or self.device != HOST:
-            raise Garbage("these are no regions of host memory")
+        if not self.bounds or len(self.bounds) % 16:
+            raise Garbage("these are no regions of memory")
         starts, ends = np.frombuffer(self.bounds, np.uint64).reshape(2, -1)
         if (starts >= ends).any() or (ends[:-1] > starts[1:]).any():
             raise Garbage("its regions are empty, or not in order")

@@ -207,9 +207,9 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         relay: While this replica reads a version, others may read from it the part that is there.
         transport: "ucx": NIXL over UCX, which takes the best way that both ends have (shared
             memory, RDMA, TCP); "ucx-tcp": TCP alone, the same on all replicas; "tcp": sockets of
-            torch_ros's own, the same on all replicas, for tensors in host memory: without NIXL,
-            encrypted beyond a host, and through them nothing is reached but what is registered; on
-            a host memory is copied as with "auto"; "memory": within this process; "auto": "memory"
+            torch_ros's own, the same on all replicas: without NIXL, encrypted beyond a host, and
+            through them nothing is reached but what is registered; on a host its memory is copied
+            as with "auto"; "memory": within this process; "auto": "memory"
             for a store in memory, else "ucx", but host memory of sources on this host is copied
             directly, by up to four threads, if they too have "auto": mapped if it is shared
             (`Tensor.share_memory_`), else as UCX's cma does. None: the environment's

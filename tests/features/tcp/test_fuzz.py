@@ -189,7 +189,7 @@ def parse(count):
             assert len(rows) == end - first
             for row, place in zip(rows, range(first, end), strict=True):
                 try:
-                    found = "here" if table.has(*row) else "unknown"
+                    found = "unknown" if table.find(*row) is None else "here"
                 except wire.Garbage:
                     found = "garbage"
                 is_known = number[place] < 2

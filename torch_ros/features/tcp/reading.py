@@ -20,7 +20,9 @@ from torch_ros.channels.meeting import (
 )
 from torch_ros.channels.pool import Flight, wait
 from torch_ros.channels.views import at
+from torch_ros.copies.crossing import Part
 from torch_ros.errors import ClosedError, TransferFailed, UsageError
+from torch_ros.spans import HOST
 
 if TYPE_CHECKING:
     from torch_ros.features.tcp.transport import TcpPeer, TcpRegistration
@@ -42,8 +44,9 @@ class TcpTransfer:
         peer: TcpPeer,
         rows: Sequence[tuple[bytes, int, int, int]],
         targets: Collection[TcpRegistration],
+        device: int = HOST,  # that the targets are on
     ) -> None:
-        self.peer, self.targets, self._rows = peer, targets, rows
+        self.peer, self.targets, self._rows, self._device = peer, targets, rows, device
         self.size_bytes: int = sum(size for _, _, _, size in rows)
         way = "tcp, plain" if peer.sockets.is_near else "tcp, encrypted"
         self.ways = ((way, self.size_bytes),)
@@ -147,14 +150,29 @@ class TcpTransfer:
                 if status != wire.HERE:
                     raise Unregistered("it has let go of the memory")
                 for piece in wire.pieces([size for _, _, _, size in rows]):
-                    views = [at(rows[number][2] + first, size) for number, first, size in piece]
-                    yield from channel.fill(views)
+                    spans = [(rows[number][2] + first, size) for number, first, size in piece]
+                    yield from self._filled(channel, spans)
                     yield GO_ON
         except BaseException:  # also of `close`, in the middle
             sockets.drop(flight)
             raise
         sockets.give(flight, channel)
         self._has_all = True
+
+    def _filled(self, channel: Channel, spans: Sequence[tuple[int, int]]) -> Steps:
+        """Receive a piece to these addresses. To a device it goes by way of host memory, and is
+        there, or not on the way, whenever this yields.
+        """
+        if self._device == HOST:
+            yield from channel.fill([at(*span) for span in spans])
+            return
+        transport, first, parts = self.peer.transport, 0, list[Part]()
+        with transport.pieces.one(sum(size for _, size in spans)) as piece:
+            yield from channel.fill([piece])
+            for address, size in spans:
+                parts.append((self._device, address, piece[first : first + size]))
+                first += size
+            transport.crossing.into(parts)
 
     def _asked(self, channel: Channel, rows: Sequence[tuple[bytes, int, int, int]]) -> Running[int]:
         """The status of the answer."""
@@ -182,6 +200,8 @@ class TcpTransfer:
         steps, self._steps = self._steps, None
         if steps is not None:
             steps.close()
+            if self._device != HOST:
+                self.peer.transport.crossing.settle(self._device)
         self.flight.close()
         if self._state == "flying":
             self._state, self._failure = "idle", reason

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import mmap
 import os
 import random
@@ -18,8 +19,10 @@ import time
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 
 from torch_ros.channels import wire
 from torch_ros.channels.addresses import plain, tune
@@ -32,17 +35,21 @@ from torch_ros.channels.meeting import (
     Steps,
     TcpIdentity,
     accept,
+    sent,
 )
 from torch_ros.channels.pool import close_number, drop_copy, hang_up, share
 from torch_ros.channels.views import PieceBuffers, at, rest
 from torch_ros.channels.wire import Garbage
+from torch_ros.copies.crossing import Crossing, CrossingFailed, Part
 from torch_ros.errors import UsageError
 from torch_ros.p2p.regions import Cover
 from torch_ros.printable import log_of
+from torch_ros.spans import HOST
 
 log = log_of(__name__)
 
 Rows = Sequence[tuple[bytes, int, int]]
+Found = Sequence[tuple[bytes, int, int, int]]  # with the device
 
 UNKNOWN_MAX, UNKNOWN_S = 64, 5.0  # connections that have not shown the token
 MEET_S = 10.0  # for those that have
@@ -60,10 +67,10 @@ class Table:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()  # held for one look-up, and one copy that does not wait
-        self._bounds: dict[bytes, tuple[list[int], list[int]]] = {}
+        self._bounds: dict[bytes, tuple[int, list[int], list[int]]] = {}
 
     def add(self, name: bytes, cover: Cover) -> None:
-        self._bounds[name] = cover.starts.tolist(), cover.ends.tolist()
+        self._bounds[name] = cover.device, cover.starts.tolist(), cover.ends.tolist()
 
     def remove(self, name: bytes) -> None:
         """When this returns, not a byte of it is copied any more."""
@@ -71,15 +78,18 @@ class Table:
         with self.lock:
             pass
 
-    def has(self, name: bytes, address: int, size: int) -> bool:
-        """Whether the id is there. Raises: Garbage: These bytes are not in one region of it."""
+    def find(self, name: bytes, address: int, size: int) -> int | None:
+        """The device of this memory; None if the id is not there.
+
+        Raises: Garbage: These bytes are not in one region of it.
+        """
         if (bounds := self._bounds.get(name)) is None:
-            return False
-        starts, ends = bounds
+            return None
+        device, starts, ends = bounds
         region = bisect_right(starts, address) - 1
         if region < 0 or address + size > ends[region]:
             raise Garbage("memory that is not registered")
-        return True
+        return device
 
     def refuse_gone(self, names: Collection[bytes]) -> None:
         """Raises: ConnectionError: One is not there any more. The caller holds the lock."""
@@ -107,9 +117,15 @@ class Server:
     """
 
     def __init__(
-        self, agent: str, identity: TcpIdentity, table: Table, listeners: Sequence[socket.socket]
+        self,
+        agent: str,
+        identity: TcpIdentity,
+        table: Table,
+        listeners: Sequence[socket.socket],
+        crossing: Crossing,
     ) -> None:
         self._agent, self._identity, self._table = agent, identity, table
+        self._crossing = crossing
         self._listeners = tuple(listeners)
         self._buffers = PieceBuffers(wire.PIECE_BYTES + 64)
         self._piece_fd, self._piece = _piece()
@@ -137,6 +153,12 @@ class Server:
         self._thread.join(UNKNOWN_S)
         if self._thread.is_alive():
             log.error("%s does not end: memory may still be read", self._thread.name)
+
+    def pin(self) -> None:
+        """Have devices copy to the piece; one is open."""
+        with self._closing:
+            if not self._ends:
+                self._crossing.pin(memoryview(self._piece))
 
     def forget(self) -> None:
         """In a forked child: close the parent's files, by their numbers and without a word."""
@@ -182,6 +204,7 @@ class Server:
         for sock in self._listeners:
             sock.close()
         self._selector.close()
+        self._crossing.unpin(memoryview(self._piece))
         self._close_rest()
 
     def _begin_anew(self) -> None:
@@ -276,7 +299,8 @@ class Server:
         except StopIteration:
             self._drop(one)
         except OSError as error:
-            log.debug("a connection from %s ends: %s", one.who, error)
+            level = logging.WARNING if isinstance(error, CrossingFailed) else logging.DEBUG
+            log.log(level, "a connection from %s ends: %s", one.who, error)
             self._drop(one)
         except Exception:
             log.exception("%s goes on after an error that was not expected", self._thread.name)
@@ -313,36 +337,43 @@ class Server:
             yield from self._answer(channel, rows)
 
     def _answer(self, channel: Channel, rows: Rows) -> Steps:
+        found = []
         for number, row in enumerate(rows):
             if number % wire.PIECE_ROWS == wire.PIECE_ROWS - 1:
                 yield GO_ON
-            if not self._table.has(*row):
+            if (device := self._table.find(*row)) is None:
                 yield from channel.send(wire.STATUS.pack(wire.IS_GONE))
                 return
+            found.append((*row, device))
         yield from channel.send(wire.STATUS.pack(wire.HERE), more=True)
         if wire.is_word(rows):
-            yield from channel.send(self._look(rows[0]))
+            yield from channel.send(self._look(found))
         elif isinstance(channel, SealedChannel):
-            yield from self._sealed(channel, rows)
+            yield from self._sealed(channel, found)
         else:
-            yield from self._plain(channel.sock, rows)
+            yield from self._plain(channel.sock, found)
 
-    def _look(self, row: tuple[bytes, int, int]) -> bytes:
+    def _look(self, found: Found) -> bytes:
         """A word that is whole: the kernel copies bytes, and promises no more."""
-        name, address, size = row
         before = b""
         for _ in range(LOOKS_MAX):
-            self._copy({name}, [at(address, size)], size)
-            now = self._piece[:size]
+            now = bytes(self._copied(found))
             if now == before:
                 return now
             before = now
         raise ConnectionError("a word that never stays the same")
 
-    def _plain(self, sock: socket.socket, rows: Rows) -> Steps:
-        for piece in wire.pieces([size for _, _, size in rows]):
-            names = {rows[number][0] for number, _, _ in piece}
-            views = [at(rows[number][1] + first, size) for number, first, size in piece]
+    def _plain(self, sock: socket.socket, found: Found) -> Steps:
+        for parts in _pieces(found):
+            if any(device != HOST for _, _, _, device in parts):
+                copied = self._copied(parts)
+                with self._buffers.one(len(copied)) as own:  # the piece is another's later
+                    own[:] = copied
+                    yield from sent(sock, own)
+                yield GO_ON
+                continue
+            names = {name for name, _, _, _ in parts}
+            views = [at(address, size) for _, address, size, _ in parts]
             while views:
                 count = 0
                 with self._table.lock, contextlib.suppress(BlockingIOError):
@@ -353,25 +384,45 @@ class Server:
                     yield WRITE
             yield GO_ON
 
-    def _sealed(self, channel: SealedChannel, rows: Rows) -> Steps:
-        for piece in wire.pieces([size for _, _, size in rows]):
-            names = {rows[number][0] for number, _, _ in piece}
-            views = [at(rows[number][1] + first, size) for number, first, size in piece]
-            size = sum(map(len, views))
-            self._copy(names, views, size)
-            yield from channel.seal(memoryview(self._piece)[:size])
+    def _sealed(self, channel: SealedChannel, found: Found) -> Steps:
+        for parts in _pieces(found):
+            yield from channel.seal(self._copied(parts))
             yield GO_ON
 
-    def _copy(self, names: Collection[bytes], views: Sequence[memoryview], size: int) -> None:
-        """Copy memory to the piece, by the kernel, to which a page that is gone is no signal.
+    def _copied(self, parts: Found) -> memoryview:
+        """Copy memory to the piece: of the host by the kernel, to which a page that is gone is no
+        signal; of a device by that.
 
         Raises: OSError: It is not there any more, in whole: what was in the piece is another's.
         """
+        piece = memoryview(self._piece)
+        first, runs, crossed = 0, list[tuple[int, list[memoryview]]](), list[Part]()
+        for device, some in groupby(parts, key=itemgetter(3)):
+            if device == HOST:
+                runs.append((first, [at(address, size) for _, address, size, _ in some]))
+                first += sum(map(len, runs[-1][1]))
+                continue
+            for _, address, size, _ in some:
+                crossed.append((device, address, piece[first : first + size]))
+                first += size
         with self._table.lock:
-            self._table.refuse_gone(names)
-            count = os.pwritev(self._piece_fd, views, 0)
-        if count != size:
-            raise ConnectionError("memory that is registered cannot be read")
+            self._table.refuse_gone({name for name, _, _, _ in parts})
+            for begin, views in runs:
+                if os.pwritev(self._piece_fd, views, begin) != sum(map(len, views)):
+                    raise ConnectionError("memory that is registered cannot be read")
+            if crossed:
+                self._crossing.out(crossed)
+        return piece[:first]
+
+
+def _pieces(found: Found) -> Iterator[Found]:
+    """What is sent at once, cut as its reader cuts it."""
+    for piece in wire.pieces([size for _, _, size, _ in found]):
+        parts = []
+        for number, first, size in piece:
+            name, address, _, device = found[number]
+            parts.append((name, address + first, size, device))
+        yield parts
 
 
 def _piece() -> tuple[int, mmap.mmap]:
@@ -388,7 +439,7 @@ def _piece() -> tuple[int, mmap.mmap]:
         fd = os.memfd_create("torch_ros piece", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(fd, 0, wire.PIECE_BYTES)
-        return fd, mmap.mmap(fd, wire.PIECE_BYTES, prot=mmap.PROT_READ)
+        return fd, mmap.mmap(fd, wire.PIECE_BYTES)
     except BaseException:
         os.close(fd)
         raise

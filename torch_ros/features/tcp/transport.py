@@ -1,20 +1,22 @@
 """The transport over sockets of our own: docs/protocol/tcp.md.
 
 Reads go through requests to a thread of the source, which sends what is registered, and nothing
-else. Host memory only.
+else. What is on a device goes by way of host memory at both ends.
 """
 
 from __future__ import annotations
 
 import atexit
 import itertools
+import mmap
 import os
 import secrets
 import threading
 import time
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from contextlib import closing
 
 import numpy as np
@@ -26,6 +28,7 @@ from torch_ros.channels.pool import Flight, Sockets, wait
 from torch_ros.channels.steps import within
 from torch_ros.channels.views import PieceBuffers
 from torch_ros.channels.wire import Garbage, Named
+from torch_ros.copies.crossing import Crossing, cuda
 from torch_ros.costs import TCP_COSTS, Costs
 from torch_ros.errors import ClosedError, NotSupported, TransferFailed
 from torch_ros.features.tcp.reading import TcpTransfer, Unregistered
@@ -36,32 +39,35 @@ from torch_ros.p2p.voucher import Neighbour, Unproven
 from torch_ros.spans import HOST, Region, Spans
 
 EVERYWHERE = Listen()
+PIECES = 8  # that are pinned: of reads that are receiving one at the same moment
 _PINGS = 8  # a busy core delays some
 
 _transports: weakref.WeakSet[TcpTransport] = weakref.WeakSet()
 
 
 class TcpRegistration:
-    """A `Registration`, under a random id that only its descriptor has."""
+    """A `Registration`. What it has on each device has a random id, which only its descriptor has.
+
+    Attributes:
+        names: The ids, by what they name.
+    """
 
     def __init__(self, transport: TcpTransport, regions: Sequence[Region]) -> None:
-        if any(region.device != HOST for region in regions):
-            raise NotSupported(
-                'memory of a GPU with transport="tcp"',
-                'use transport="auto" on all replicas, or publish a copy in host memory: '
-                'publish_copy(..., to="cpu")',
-            )
         self._transport = transport
         self.is_open: bool = True
-        self.name: bytes = secrets.token_bytes(16)
-        self.cover: Cover | None = None
-        self.descriptor: bytes = b""
-        if regions:
-            self.cover = cover = merge(HOST, regions, key=next(transport.keys))
-            bounds = np.stack((cover.starts, cover.ends)).tobytes()
-            named = Named(self.name, HOST, bounds)
-            self.descriptor = wire.descriptor_of(transport.agent, [named])
-            transport.table.add(self.name, cover)
+        by_device: defaultdict[int, list[Region]] = defaultdict(list)
+        for region in regions:
+            by_device[region.device].append(region)
+        self.names: dict[Cover, bytes] = {
+            merge(device, by_device[device], key=next(transport.keys)): secrets.token_bytes(16)
+            for device in sorted(by_device)
+        }
+        transport.reach(by_device.keys() - {HOST})
+        named = []
+        for cover, name in self.names.items():
+            named.append(Named(name, cover.device, np.stack((cover.starts, cover.ends)).tobytes()))
+            transport.table.add(name, cover)
+        self.descriptor: bytes = wire.descriptor_of(transport.agent, named) if named else b""
 
     def close(self) -> None:
         transport = self._transport
@@ -72,7 +78,8 @@ class TcpRegistration:
             if self in transport.registrations:
                 transport.registrations.remove(self)
             reads = [read for read in transport.reads if self in read.targets]
-        transport.table.remove(self.name)
+        for name in self.names.values():
+            transport.table.remove(name)
         for read in reads:
             read.stop("the memory it lands in was unregistered")
 
@@ -142,15 +149,17 @@ class TcpPeer:
         with self.transport.lock:
             names = {c.key: (c, n) for c, n in self._names.items() if c.device == source_device}
             owners = {
-                each.cover: each
+                cover: each
                 for each in reversed(self.transport.registrations)
-                if each.cover and each.cover.device == target_device
+                for cover in each.names
+                if cover.device == target_device
             }
         sources = [cover for cover, _ in names.values()]
         pieces = cut(self.agent, spans, sources, tuple(owners))
         used = set(pieces[:, 4].tolist())  # of the target covers
         rows = [(names[key][1], source, to, size) for source, to, size, key, _ in pieces.tolist()]
-        return TcpTransfer(self, rows, [own for cover, own in owners.items() if cover.key in used])
+        targets = [own for cover, own in owners.items() if cover.key in used]
+        return TcpTransfer(self, rows, targets, target_device)
 
     def cut(self) -> None:
         """Nothing: to close a read ends it at once, whether the peer answers or not."""
@@ -182,6 +191,7 @@ class TcpTransport:
         listen: Where.
         connect_s: For the first answer of a peer.
         place: The host and the namespace of its network, as `addresses.place` says. For tests.
+        crossing: How memory of devices is copied. None: by CUDA's driver.
 
     Raises: UsageError: It cannot listen there.
     """
@@ -195,6 +205,7 @@ class TcpTransport:
         listen: Listen = EVERYWHERE,
         connect_s: float = CONNECT_S,
         place: tuple[str, int] | None = None,
+        crossing: Crossing | None = None,
     ) -> None:
         self.agent: str = agent or str(uuid.uuid4())
         self.connect_s: float = connect_s
@@ -207,6 +218,9 @@ class TcpTransport:
         self._place = place or addresses.place()
         self._peers: set[TcpPeer] = set()
         self._buffers = PieceBuffers(wire.PIECE_BYTES + 64)
+        self.crossing: Crossing = crossing or cuda()
+        self.pieces: PieceBuffers = PieceBuffers(wire.PIECE_BYTES)  # on their way to a device
+        self._pinned: memoryview | None = None  # some of these
         self._pid = os.getpid()
         identity = TcpIdentity()
         sockets, port, told = addresses.listeners(listen)
@@ -216,7 +230,7 @@ class TcpTransport:
         self.connection: bytes = wire.card_of(
             *(self.agent, self._place, port, packed, (identity.pin, identity.token))
         )
-        self._server = Server(self.agent, identity, self.table, sockets)
+        self._server = Server(self.agent, identity, self.table, sockets, self.crossing)
         _transports.add(self)
 
     @property
@@ -230,6 +244,31 @@ class TcpTransport:
         with self.lock:
             self.registrations.append(registration)
         return registration
+
+    def reach(self, devices: Collection[int]) -> None:
+        """Make ready to copy memory of these devices: nothing is made while bytes move.
+
+        Raises: NotSupported: This process cannot.
+        """
+        try:
+            for device in devices:
+                self.crossing.open(device)
+        except OSError as error:
+            raise NotSupported(
+                f'memory of a GPU with transport="tcp" ({error})',
+                'use transport="auto" on all replicas, or publish a copy in host memory: '
+                'publish_copy(..., to="cpu")',
+            ) from error
+        with self.lock:
+            if not devices or self._pinned is not None:
+                return
+            self.refuse_closed()
+            self._server.pin()
+            # Shared, so that a fork moves no page of it away from under a device.
+            self._pinned = memoryview(mmap.mmap(-1, PIECES * wire.PIECE_BYTES))
+            self.crossing.pin(self._pinned)
+            for first in range(0, len(self._pinned), wire.PIECE_BYTES):
+                self.pieces.keep(self._pinned[first : first + wire.PIECE_BYTES])
 
     def prove(self, agent: str, descriptor: bytes) -> Neighbour:  # noqa: ARG002  # neither helps
         raise Unproven("TCP does not say in which process an agent is")
@@ -300,6 +339,10 @@ class TcpTransport:
             read.stop("this transport is closed")
         for peer in peers:
             peer.close()
+        with self.lock:
+            pinned, self._pinned = self._pinned, None
+        if pinned is not None:
+            self.crossing.unpin(pinned)
 
     def refuse_closed(self) -> None:
         self.refuse_fork()
