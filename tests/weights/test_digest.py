@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 import tracemalloc
+from functools import cache
 
 import numpy as np
 import pytest
@@ -58,6 +59,7 @@ def box_digest(whole, box, depth="full"):
     return digest(whole[tuple(box)], global_shape=whole.shape, offsets=offsets, depth=depth)
 
 
+@cache
 def odd(number, seed):
     mixed = (number * 0x9E3779B97F4A7C15 + seed) % M
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
