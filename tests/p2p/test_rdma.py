@@ -134,12 +134,16 @@ def _unpacked(folder):
         return "this host has no apt-get and dpkg-deb"
     lists = ["-o", f"Dir::State::lists={folder}/lists", "-o", f"Dir::Cache={folder}/cache"]
     quick = ["-o", "Acquire::http::Timeout=5", "-o", "Acquire::Retries=0"]
-    apt = ["apt-get", "-qq", *lists, *quick]
+    apt, download = ["apt-get", "-qq", *quick], ["download", *PACKAGES]
     (folder / "lists/partial").mkdir(parents=True)
     (folder / "cache").mkdir()
     try:
-        for command in (["update"], ["download", *PACKAGES]):
-            subprocess.run([*apt, *command], cwd=folder, check=True, timeout=REACH_S)
+        hosts = [*apt, "-o", f"Dir::Cache={folder}/cache", *download]
+        if subprocess.run(hosts, cwd=folder, timeout=REACH_S).returncode:  # its lists are too old
+            for package in folder.glob("*.deb"):
+                package.unlink()
+            for command in (["update"], download):
+                subprocess.run([*apt, *lists, *command], cwd=folder, check=True, timeout=REACH_S)
     except subprocess.SubprocessError as error:
         return f"Debian's registry cannot be reached: {error}"
     for package in folder.glob("*.deb"):
