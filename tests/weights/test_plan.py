@@ -31,10 +31,12 @@ DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex
 
 def random_bits(rng, shape, dtype):
     count = int(np.prod(shape)) * dtype.itemsize
-    bits = torch.tensor(list(rng.randbytes(count)), dtype=torch.uint8)
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    bits = torch.frombuffer(bytearray(rng.randbytes(count)), dtype=torch.uint8)
     if dtype is torch.bool:
         bits &= 1
-    return bits.view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
+    return bits.view(dtype).reshape(shape)
 
 
 def bits(tensor):
