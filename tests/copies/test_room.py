@@ -15,8 +15,8 @@ import torch
 from kit import write_files
 
 import torch_ros
+from torch_ros.copies import cgroups
 from torch_ros.copies.room import NAMES, V1, V2, available_bytes, left_in, ranks_here
-from torch_ros.p2p import cgroups
 
 V1_NONE = 9223372036854771712
 

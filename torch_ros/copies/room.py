@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_ros.p2p import cgroups
+from torch_ros.copies import cgroups
 
 UNLIMITED = 1 << 60  # cgroup v1 writes no limit as the largest number of whole pages
 

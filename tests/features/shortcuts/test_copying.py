@@ -15,5 +15,5 @@ def test_no_more_threads_copy_than_the_quota_allows(monkeypatch, there, quota, r
     monkeypatch.delenv("UCX_TLS", raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(there))
-    monkeypatch.setattr("torch_ros.p2p.cgroups.cores", lambda: quota)
+    monkeypatch.setattr("torch_ros.copies.cgroups.cores", lambda: quota)
     assert copying.thread_count() == threads

@@ -10,8 +10,9 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from torch_ros.copies import cgroups
 from torch_ros.features.shortcuts import cma
-from torch_ros.p2p import cgroups
+from torch_ros.p2p import ucx
 from torch_ros.spans import Spans
 
 THREADS_MAX = 4  # a few fill the memory's channels
@@ -36,7 +37,7 @@ for _each in (_move, _move_at_once):
 
 def thread_count() -> int:
     """Return how many cores may copy for this process while all of torchrun's on this host read."""
-    if not cma.is_allowed(os.environ.get("UCX_TLS", "")):
+    if not cma.is_allowed(ucx.told()):
         return 0
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     cores = min(len(os.sched_getaffinity(0)), cgroups.cores())

@@ -5,7 +5,7 @@ import math
 import pytest
 from kit import write_files
 
-from torch_ros.p2p.cgroups import cores, folders
+from torch_ros.copies.cgroups import cores, folders
 
 MOUNTED_V1 = (
     "35 31 0:32 {root} /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup cgroup rw,memory"
