@@ -9,7 +9,7 @@ written to a disk. Two rollouts that torchrun and a shell could have started any
 
 Each reads every version from the trainer or from the other one, and compares every tensor, bit
 for bit, with what the trainer had. They say what the first and the last version make of a prompt.
-At the end stands a table of who read what from whom, and how fast.
+At the end stand a table of who read what from whom, and how fast, and a read over NIXL.
 
 The programs to read are trainer.py, rollout_group.py and rollout_single.py in demo/.
 """
@@ -37,6 +37,8 @@ def main() -> None:
         children.start("single rollout", [sys.executable, str(HERE / "rollout_single.py"), *told])
         children.wait()
         print_table(directory)
+        children.start("NIXL", [sys.executable, str(HERE / "nixl_pair.py")])
+        children.wait()
 
 
 if __name__ == "__main__":

@@ -95,10 +95,26 @@ CONDITIONS = {
     "no nixl": (Facts(packages={"nixl": ("1.5.1", "")}), "FAIL", "nixl is not installed"),
     "old torch": (Facts(packages={"torch": ("2.13", "2.9.1+cpu")}), "FAIL", "torch 2.9.1.cpu is o"),
     "shm": (Facts(shm_bytes=(64 << 20, 63 << 20)), "warn", "63.0 MiB free of 64.0 MiB"),
-    "no way": (shell(UCX_TLS="self"), "FAIL", "UCX_TLS=self leaves no way to other processes"),
-    "no network": (shell(UCX_TLS="self,sm"), "warn", "leaves no way to other hosts"),
-    "no rdma": (shell(UCX_TLS="rc,cma"), "warn", "leaves no way to other hosts"),
-    "negated": (shell(UCX_TLS="^tcp,rc"), "warn", "leaves no way to other hosts"),
+    "no way": (
+        shell(UCX_TLS="self", TORCH_ROS_TRANSPORT="ucx"),
+        "FAIL",
+        "leaves no way to other processes",
+    ),
+    "no network": (
+        shell(UCX_TLS="self,sm", TORCH_ROS_TRANSPORT="ucx"),
+        "warn",
+        "leaves no way to other hosts",
+    ),
+    "no rdma": (
+        shell(UCX_TLS="rc,cma", TORCH_ROS_TRANSPORT="ucx"),
+        "warn",
+        "leaves no way to other hosts",
+    ),
+    "negated": (
+        shell(UCX_TLS="^tcp,rc", TORCH_ROS_TRANSPORT="ucx"),
+        "warn",
+        "leaves no way to other hosts",
+    ),
     "negated copies": (shell(UCX_TLS="^cma"), "warn", "nothing is copied"),
     "no copies": (shell(UCX_TLS="tcp,self"), "warn", "nothing is copied within a host"),
     "no device": (shell(UCX_NET_DEVICES="ib9:1"), "FAIL", "this host has no ib9"),
@@ -110,6 +126,11 @@ CONDITIONS = {
     ),
     "two hosts": (shell("local", WORLD_SIZE="16", LOCAL_WORLD_SIZE="8"), "FAIL", "8 ranks are not"),
     "memlock": (shell(rdma=["mlx5_0"], memlock=8 << 20), "warn", "locked: 8.0 MiB"),
+    "a container without": (
+        Facts(rdma=["mlx5_0"], has_verbs=False),
+        "warn",
+        "/dev/infiniband has no device of mlx5_0: bytes come over TCP",
+    ),
     "a lost seat": (
         Facts(models=[Examined("m", lost=[Blamed("r2", 1, "h", 123, False, 0, "stopped")])]),
         "warn",
@@ -156,19 +177,31 @@ def test_nothing_is_said_of_what_is_well(facts):
     assert [each for each in findings(facts) if each.level != "ok"] == []
 
 
+def test_why_bytes_come_over_tcp_is_said_where_nothing_else_can_carry_them():
+    for facts, is_said in (
+        (Facts(), True),
+        (Facts(has_gpu=True), False),
+        (Facts(rdma=["mlx5_0"]), False),
+    ):
+        assert any("come over TCP" in each.found for each in findings(facts)) is is_said
+
+
 def test_rdma_is_named_where_there_is_some():
     libraries = ["/lib/libibverbs.so.1", "/lib/libefa.so.1"]
     for facts, said in (
         (Facts(rdma_libraries=libraries), f"devices none; libraries of this host {libraries[0]}, "),
         (Facts(rdma=["mlx5_0"]), "devices mlx5_0; libraries of this host none"),
     ):
-        assert said in next(each.found for each in findings(facts) if "RDMA" in each.found)
-    assert not any("RDMA" in each.found for each in findings(Facts()))
+        assert said in next(each.found for each in findings(facts) if "RDMA:" in each.found)
+    assert not any("RDMA:" in each.found for each in findings(Facts()))
+
+
+NO_WAY = {"UCX_TLS": "self", "TORCH_ROS_TRANSPORT": "ucx"}
 
 
 def test_several_processes_with_one_fault_are_one_line():
     names = [f"r/{rank}" for rank in range(9)]
-    there = [Surroundings(name, {"UCX_TLS": "self"}) for name in names]
+    there = [Surroundings(name, NO_WAY) for name in names]
     [found] = [each for each in findings(Facts(processes=there)) if each.level == "FAIL"]
     assert found.found.endswith("(r/0, r/1, r/2 and 6 more)")
 
@@ -346,6 +379,6 @@ def test_text_has_a_line_for_each_and_the_line_to_type(capsys):
     assert main.main(["--endpoint", f"memory://{uuid.uuid4().hex}", "doctor"]) == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert first.startswith("ok    memory://")
-    shown = list(doctor.lines(findings(shell(UCX_TLS="self"))))
+    shown = list(doctor.lines(findings(shell(UCX_TLS="self", TORCH_ROS_TRANSPORT="ucx"))))
     assert shown[-2].startswith("FAIL  UCX_TLS=self leaves no way to other processes (this shell)")
     assert shown[-1] == "      -> unset UCX_TLS"

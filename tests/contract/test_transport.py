@@ -12,7 +12,7 @@ from kit import until
 from p2p.steps import attached, region
 
 from torch_ros.errors import ClosedError, NotSupported, TransferFailed, UsageError
-from torch_ros.features.fabrics.ways import EVERYBODY, WaysTransport  # feature fabrics
+from torch_ros.features.fabrics.ways import WaysTransport  # feature fabrics
 from torch_ros.memory.transport import MemoryTransport
 from torch_ros.spans import Region
 
@@ -23,9 +23,12 @@ DEADLINE_S = 20
 NOTICE_S = 10
 
 
-KINDS = ["memory", "nixl"]
+KINDS = ["memory", "nixl", "closed"]
 KINDS += ["shared", "cma"]  # feature shortcuts
-KINDS += ["fabric", "beyond"]  # feature fabrics
+KINDS += ["fabric"]  # feature fabrics
+# feature fabrics {
+KINDS += ["beyond"]  # feature tcp
+# } fabrics
 KINDS += ["tcp", "tcp-near", "tcp-device", "tcp-near-device"]  # feature tcp
 # feature shortcuts {
 KINDS += ["tcp-cma"]  # feature tcp
@@ -82,7 +85,7 @@ def make(request, monkeypatch):
         else:
             from torch_ros.p2p.nixl import NixlTransport
 
-            made.append(NixlTransport(*args))
+            made.append(NixlTransport(*args, is_closed=request.param == "closed"))
             # feature shortcuts {
             if request.param in ("shared", "cma"):
                 threads = 2 if request.param == "cma" else 0
@@ -97,12 +100,17 @@ def make(request, monkeypatch):
 
 
 def two_ways(agent=None, *, fabric):
-    """One that shares memory within its fabric, and takes TCP's loopback to all others."""
+    """One that shares memory within its fabric, and takes our own TCP to all others."""
     from torch_ros.p2p.nixl import NixlTransport
 
     agent = agent or str(uuid.uuid4())
-    ways = (fabric, NixlTransport(agent)), (EVERYBODY, NixlTransport(agent, interfaces=["lo"]))
-    return WaysTransport(ways)
+    ways = [("nixl", NixlTransport(agent))]
+    # feature tcp {
+    from torch_ros.features.tcp.transport import TcpTransport
+
+    ways.append(("tcp", TcpTransport(agent)))
+    # } tcp
+    return WaysTransport(fabric, ways)
 
 
 # feature tcp {

@@ -636,7 +636,7 @@ def test_close_ends_a_read_that_does_not_go_on(opened, monkeypatch):
 # feature fabrics {
 def test_devices_that_cannot_be_had_are_refused(etcd_endpoint):
     options = {"endpoint": etcd_endpoint, "transport": "ucx", "timeout_s": 20}
-    with pytest.raises(errors.UsageError, match="'nosuch'.: this host has .*lo"):
+    with pytest.raises(errors.UsageError, match="no device 'nosuch' with an address; it has .*lo"):
         torch_ros.open("m", wan_devices=["nosuch"], **options)
     with pytest.raises(errors.UsageError, match="expected a list"):
         torch_ros.open("m", wan_devices="lo", **options)
@@ -694,8 +694,7 @@ def test_weights_come_over_sockets_of_our_own(etcd_endpoint, monkeypatch):
         ({"listen": "nosuch"}, "no device 'nosuch' with an address; it has .*lo"),
         ({"listen": ":0"}, "expected addresses or devices, then a port"),
         ({"listen": 7000}, "expected a string"),
-        ({"listen": "lo", "transport": "ucx"}, "it is of transport=\"tcp\", and this is 'ucx'"),
-        ({"wan_devices": ["lo"]}, "those are for UCX; .* say listen='lo'"),  # feature fabrics
+        ({"listen": "lo", "wan_devices": ["lo"]}, "expected one of the two"),  # feature fabrics
     ],
 )
 def test_a_place_where_it_cannot_listen_is_an_error(etcd_endpoint, options, reason):

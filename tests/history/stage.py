@@ -55,17 +55,17 @@ class Stage:
 
     Args:
         etcd: A running server of its own, as tests/conftest.py has it.
-        ucx_tls: What NIXL's transfers go over; "": what UCX chooses.
+        surroundings: The environment of its processes, which says how bytes come.
     """
 
-    def __init__(self, etcd, folder: Path, ucx_tls: str) -> None:
+    def __init__(self, etcd, folder: Path, surroundings: dict[str, str]) -> None:
         self.etcd, self.folder = etcd, folder
         self.endpoint = f"etcd://{etcd.host}"
         self.model = "m-" + uuid.uuid4().hex[:8]
         self.keys = Keys(self.model)
         self.diary = Diary()
         self.processes = {seat: Process(*seat) for seat in PROCESSES}
-        self.puppets = Puppets(folder, **({"UCX_TLS": ucx_tls} if ucx_tls else {}))
+        self.puppets = Puppets(folder, **surroundings)
         self.heals: list[tuple[float, dict, object]] = []
         self.kv = connect(self.endpoint, timeout_s=5)
         self.is_over = threading.Event()

@@ -32,6 +32,14 @@ def folder(request):
     return made
 
 
+# Copies within the host; TCP of our own; UCX's.
+SURROUNDINGS = (
+    {},
+    {"UCX_TLS": "tcp,self"},
+    {"UCX_TLS": "tcp,self", "TORCH_ROS_TRANSPORT": "ucx"},
+)
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.xdist_group("a GiB in each process")
 @pytest.mark.parametrize(
@@ -39,9 +47,9 @@ def folder(request):
 )
 def test_no_fault_tears_loses_or_hangs_anything(seed, count, etcd_server, folder):
     planned = plan(seed, count)
-    ucx_tls = "tcp,self" if seed % 2 == 0 else ""
+    surroundings = SURROUNDINGS[seed % len(SURROUNDINGS)]
     (folder / "plan").write_text("\n".join(map(str, planned)))
-    diary = asdict(Stage(etcd_server, folder, ucx_tls).play(planned))
+    diary = asdict(Stage(etcd_server, folder, surroundings).play(planned))
     (folder / "diary.json").write_text(json.dumps(diary, indent=1))
     lives = [
         life

@@ -77,6 +77,6 @@ def test_a_reader_whose_files_run_out_later_is_told_its_limit(spawn):
 def test_a_home_that_cannot_be_entered_is_named(etcd_endpoint, tmp_path):
     (tmp_path / "home").symlink_to("home")  # root may enter all others
     command = [sys.executable, "-c", IN_A_LOOP, etcd_endpoint]
-    home = {**os.environ, "HOME": str(tmp_path / "home")}
+    home = {**os.environ, "HOME": str(tmp_path / "home"), "TORCH_ROS_TRANSPORT": "ucx"}
     done = subprocess.run(command, env=home, capture_output=True, text=True, timeout=60)
     assert "set HOME to a directory that it may enter" in done.stdout, done.stderr

@@ -19,7 +19,7 @@ LOST = re.compile(r"lost 'r1' \(.*, for ([0-9.]+) s\)")
 pytestmark = [
     pytest.mark.parametrize(
         "surroundings",
-        [{}, {"UCX_TLS": "tcp,self"}, {"UCX_TLS": "tcp,self", "TORCH_ROS_TRANSPORT": "tcp"}],
+        [{}, {"UCX_TLS": "tcp,self", "TORCH_ROS_TRANSPORT": "ucx"}, {"UCX_TLS": "tcp,self"}],
         ids=["cma", "ucx over tcp", "tcp"],
     ),
     pytest.mark.xdist_group("a GiB in each process"),

@@ -61,10 +61,13 @@ def test_a_rollout_serves_a_later_one_after_the_trainer_has_exited(jobs):
 
 
 @pytest.mark.xdist_group("a GiB in each process")
-@pytest.mark.parametrize("transport", ["", "tcp,self"])
-def test_a_killed_source_is_an_error_within_ten_seconds(jobs, transport):
-    if transport:
-        jobs.environment["UCX_TLS"] = transport
+@pytest.mark.parametrize(
+    "surroundings",
+    [{}, {"UCX_TLS": "tcp,self", "TORCH_ROS_TRANSPORT": "ucx"}, {"UCX_TLS": "tcp,self"}],
+    ids=["cma", "ucx over tcp", "tcp"],
+)
+def test_a_killed_source_is_an_error_within_ten_seconds(jobs, surroundings):
+    jobs.environment |= surroundings
     folder, megabytes = str(jobs.folder), 1024
     trainer = jobs.start("publisher", folder=folder, megabytes=megabytes)
     jobs.await_path("published")

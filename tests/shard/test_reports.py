@@ -74,8 +74,10 @@ def test_the_ways_of_all_bytes_that_were_read_are_told(opened):
     replicated(rollout, size=1 << 20)
     read = rollout.last_read
     assert sum(read.ways.values()) == read.bytes_read == 4 << 20
-    ways = {"memory"} if "memory://" in inside(trainer).group.kv.endpoint else {"ucx"}
-    ways |= {"cma"} if "ucx" in ways else set()  # feature shortcuts
+    is_real = "memory://" not in inside(trainer).group.kv.endpoint
+    ways = {"ucx" if is_real else "memory"}
+    ways = {"tcp, plain"} if is_real else ways  # feature tcp
+    ways |= {"cma"} if is_real else set()  # feature shortcuts
     assert set(read.ways) == ways, read.ways
 
 

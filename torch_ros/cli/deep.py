@@ -10,13 +10,14 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from typing import get_args
 
-from torch_ros import environment
+from torch_ros import arguments, environment
 from torch_ros.cli.asking import ANSWER_S
 from torch_ros.cli.headway import Headway, Position, summed
 from torch_ros.deadline import Deadline
 from torch_ros.errors import TorchRosError
-from torch_ros.face.choose import Network, choose_transport
+from torch_ros.face.choose import Network, TransportName, choose_transport
 from torch_ros.fleet.fleet import Fleet, Held
 from torch_ros.p2p.transport import Transport
 from torch_ros.protocol.keys import Keys, parse_shard
@@ -37,19 +38,16 @@ class Depths:
     """Asks the replicas that fill. For one thread at a time; its memory is let go of at the end.
 
     Args:
-        transport: Closed at the end. None: as of a process that names no datacenter; "tcp" if the
-            environment's TORCH_ROS_TRANSPORT says so.
+        transport: Closed at the end. None: as the environment's TORCH_ROS_TRANSPORT says, of a
+            process that names no datacenter.
     """
 
     def __init__(self, kv: KV, model: str, transport: Transport | None = None) -> None:
         self._kv, self._keys = kv, Keys(model)
-        way = "auto"
-        # feature tcp {
-        if environment.value(environment.TRANSPORT) == "tcp":
-            way = "tcp"  # else nobody that reads so is understood
-        # } tcp
+        way = environment.value(environment.TRANSPORT) or "auto"
+        arguments.one_of(get_args(TransportName))(environment.TRANSPORT, way)
         self._transport = transport or choose_transport(
-            way,
+            "auto" if way == "memory" else way,
             Network(connect_s=RANK_S),
             replica="torch-ros",
             rank=0,

@@ -15,6 +15,7 @@ from torch_ros.cli import waiting
 from torch_ros.cli.health import EtcdHealth
 from torch_ros.cli.ls import size
 from torch_ros.cli.waits import Blamed
+from torch_ros.p2p import rdma
 from torch_ros.printable import some
 
 Level = Literal["ok", "warn", "FAIL"]
@@ -79,7 +80,8 @@ class Facts:
             none is read so; "".
         ptrace_scope: The value of `yama.ptrace_scope`; "": this kernel has none.
         devices: Network interfaces.
-        rdma: RDMA devices.
+        rdma: RDMA devices of this host.
+        has_verbs: This container has them too.
         rdma_libraries: The files of this host's that can be loaded here.
         shm_bytes: The size of /dev/shm, and what is free of it; None: there is none.
         packages: By name, the release that is wanted at least, and the one that is there; "": none.
@@ -96,6 +98,7 @@ class Facts:
     ptrace_scope: str = ""
     devices: Collection[str] = ()
     rdma: Collection[str] = ()
+    has_verbs: bool = True
     rdma_libraries: Sequence[str] = ()
     has_gpu: bool = False
     shm_bytes: tuple[int, int] | None = None
@@ -285,6 +288,11 @@ def _rdma(facts: Facts) -> Iterator[Finding]:
             ", ".join(seen) or "none" for seen in (facts.rdma, facts.rdma_libraries)
         )
         yield Finding("ok", f"RDMA: devices {devices}; libraries of this host {libraries}")
+    if not facts.rdma and not facts.has_gpu:
+        yield Finding("ok", "neither RDMA nor a GPU: bytes from other hosts come over TCP")
+    if facts.rdma and not facts.has_verbs:
+        found = f"{rdma.DEVICES} has no device of {', '.join(facts.rdma)}: bytes come over TCP"
+        yield Finding("warn", found, "uverbs*", f"docker run --device={rdma.DEVICES}")
 
 
 def _neighbours(facts: Facts) -> Iterator[Finding]:
@@ -352,9 +360,10 @@ def _transports(facts: Facts, process: Surroundings) -> Iterator[Finding]:
     has_rdma = is_negated != bool(names & {"all", *RDMA}) and bool(facts.rdma)
     copies = is_negated != bool(names & COPIES)
     found = f"UCX_TLS={value} leaves no way to other "
-    if not (has_tcp or has_rdma or copies):
+    is_alone = process.environ.get(environment.TRANSPORT, "").startswith("ucx")
+    if is_alone and not (has_tcp or has_rdma or copies):
         yield Finding("FAIL", f"{found}processes", "tcp, or what RDMA takes", "unset UCX_TLS")
-    elif not (has_tcp or has_rdma):
+    elif is_alone and not (has_tcp or has_rdma):
         yield Finding("warn", f"{found}hosts", "tcp, or what RDMA takes", "unset UCX_TLS")
     elif not copies:
         found = f"UCX_TLS={value}: nothing is copied within a host, which is slower"

@@ -23,7 +23,6 @@ from torch_ros.errors import (
     StoreUnavailable,
     TransferFailed,
 )
-from torch_ros.features.fabrics.ways import part_of  # feature fabrics
 from torch_ros.features.shortcuts.trial import closed_to  # feature shortcuts
 from torch_ros.features.tcp import trial as tcp  # feature tcp
 from torch_ros.fleet import seen
@@ -84,6 +83,7 @@ def examine(endpoint: str, model: str | None) -> Facts:
         ptrace_scope=_text("/proc/sys/kernel/yama/ptrace_scope"),
         devices=[name for _, name in socket.if_nameindex()],
         rdma=_listed("/sys/class/infiniband"),
+        has_verbs=rdma.has_devices(),
         rdma_libraries=rdma.libraries(),
         has_gpu=has_gpu(),
         shm_bytes=_room(SHARED),
@@ -142,7 +142,6 @@ def _closed_to(shard: ShardRecord) -> str | None:
     try:
         card = Card.decode(shard.card)
         descriptor, reason = card.mailbox, None
-        descriptor = part_of(card.agent, descriptor, 0)  # feature fabrics
         reason = closed_to(card.agent, descriptor, card.mailbox_address)  # feature shortcuts
     except (msgspec.MsgspecError, UnicodeDecodeError, TransferFailed):
         return None

@@ -18,20 +18,29 @@ from torch_ros.features.fabrics import ways  # feature fabrics
 from torch_ros.features.shortcuts.copying import thread_count  # feature shortcuts
 from torch_ros.features.shortcuts.transport import ShortcutTransport  # feature shortcuts
 from torch_ros.memory.transport import MemoryTransport
+from torch_ros.p2p import rdma
 from torch_ros.p2p.room import require_files, require_home
 from torch_ros.p2p.transport import CONNECT_S, Transport
+from torch_ros.p2p.ucx import has_gpu
 from torch_ros.printable import log_of
 
 log: logging.Logger = log_of(__name__)
 
 TransportName = Literal[
     "auto",
+    "nixl",
     "ucx",
     "ucx-tcp",
     "tcp",  # feature tcp
     "memory",
 ]
 NIXL = "torch_ros.p2p.nixl"
+HOW = {
+    "nixl": "NIXL without a port to other hosts",
+    "tcp": "TCP",
+    "ucx": "NIXL over UCX",
+    "ucx-tcp": "NIXL over UCX, TCP",
+}
 REPLICA_CHARS_MAX = 64  # in an agent's name, which has to fit into mailboxes
 
 
@@ -40,8 +49,7 @@ class Network:
     """Where a process is, and how it is reached from elsewhere."""
 
     # feature fabrics {
-    fabric: str = ways.DEFAULT_FABRIC  # within it UCX takes whatever it finds
-    wan_devices: Sequence[str] = ()  # for TCP to other fabrics; none: all that there are
+    fabric: str = ways.DEFAULT_FABRIC  # within it NIXL reaches others
     # } fabrics
     listen: str = ""  # feature tcp
     connect_s: float = CONNECT_S  # for a peer's first answer
@@ -58,9 +66,6 @@ def choose_transport(
 ) -> Transport:
     """Make the transport of that `TransportName`.
 
-    A process that names no fabric has one way; for the other one it would have an agent more, with
-    a thread and all registrations.
-
     Args:
         replica, rank: By these the logs of peers name this process.
         in_process: The store is in this process too, so that "auto" needs no other.
@@ -75,10 +80,61 @@ def choose_transport(
         return MemoryTransport()
     require_files()
     agent = f"{replica[:REPLICA_CHARS_MAX]}/{rank}-{secrets.token_hex(3)}"
+    with ExitStack() as undo:
+        made = _ways(name, agent, network, undo)
+        how = [HOW[name if kind == "nixl" and name in HOW else kind] for kind, _ in made]
+        transport = made[0][1]
+        # feature fabrics {
+        transport = ways.WaysTransport(network.fabric, made)
+        undo.callback(transport.close)
+        # } fabrics
+        # feature shortcuts {
+        # Both ends can talk, whether they copy or not.
+        is_copied = name in {"auto", "tcp"}
+        how += ["memory of this host is copied"] if is_copied else []
+        transport = ShortcutTransport(transport, is_used=is_copied, threads=thread_count())
+        # } shortcuts
+        undo.pop_all()
+    log.info("transport: %s (%s)", "; ".join(how), reason)
+    return transport
+
+
+def _ways(
+    name: str, agent: str, network: Network, undo: ExitStack
+) -> Sequence[tuple[str, Transport]]:
+    """The kinds of ways that a process has, and their transports. One whose fabric has a name also
+    has TCP, for those that are elsewhere.
+    """
+    over, has_both = {"auto": "ucx"}.get(name, name), False
     # feature tcp {
-    if name == "tcp":
-        return _over_tcp(agent, network, reason)
+    if name == "auto":
+        over = "nixl" if rdma.has_devices() or has_gpu() else "tcp"
     # } tcp
+    # feature fabrics {
+    has_both = name == "auto" or network.fabric != ways.DEFAULT_FABRIC
+    has_both |= _where(network) != ""  # feature tcp
+    # } fabrics
+    made = list[tuple[str, Transport]]()
+    if over != "tcp":
+        try:
+            made.append(("nixl", _over_nixl(agent, over, network)))
+            undo.callback(made[-1][1].close)
+        except UsageError as error:
+            must = True
+            must = name != "auto"  # feature tcp
+            if must:
+                raise
+            log.warning("without NIXL, neither RDMA nor NVLink is used: %s", error)
+    # feature tcp {
+    if has_both or not made:
+        made.append(("tcp", _over_tcp(agent, network)))
+        undo.callback(made[-1][1].close)
+    # } tcp
+    return made
+
+
+def _over_nixl(agent: str, name: str, network: Network) -> Transport:
+    """Raises: UsageError: As `choose_transport`."""
     require_home()
     # Importing nixl loads UCX and takes a second; a store in memory can do without. Ctrl-C must not
     # reach it: C++ classes that are half made cannot be made again in this process.
@@ -87,76 +143,35 @@ def choose_transport(
             aside.submit(import_module, NIXL).result()
     from torch_ros.p2p.nixl import NixlTransport  # noqa: PLC0415
 
-    how = ", TCP" if name == "ucx-tcp" else ""
-    how += "; memory of this host is copied" if name == "auto" else ""  # feature shortcuts
-    named = environment.value("UCX_NET_DEVICES")
-    with ExitStack() as undo:
-
-        def reaching(interfaces: Sequence[str], *, is_copied: bool) -> Transport:
-            made: Transport = NixlTransport(
-                agent, interfaces=interfaces, connect_s=network.connect_s
-            )
-            undo.callback(made.close)
-            # feature shortcuts {
-            # Both ends can talk, whether they copy or not.
-            made = ShortcutTransport(made, is_used=is_copied, threads=thread_count())
-            undo.callback(made.close)
-            # } shortcuts
-            return made
-
-        tcp = interfaces_for((), named) if name == "ucx-tcp" else ()
-        transport = reaching(tcp, is_copied=name == "auto")
-        # feature fabrics {
-        reached = [(network.fabric, transport)]
-        if network.wan_devices or network.fabric != ways.DEFAULT_FABRIC:
-            wan = interfaces_for(network.wan_devices, named)
-            how += f"; TCP beyond fabric {network.fabric!r}, on {', '.join(wan)}"
-            reached.append((ways.EVERYBODY, reaching(wan, is_copied=False)))
-        transport = ways.WaysTransport(reached)
-        # } fabrics
-        undo.pop_all()
-    log.info("transport: NIXL over UCX%s (%s)", how, reason)
-    return transport
+    devices = interfaces_for(environment.value("UCX_NET_DEVICES")) if name == "ucx-tcp" else ()
+    is_closed = name == "nixl"
+    return NixlTransport(
+        agent, interfaces=devices, is_closed=is_closed, connect_s=network.connect_s
+    )
 
 
 # feature tcp {
-def _over_tcp(agent: str, network: Network, reason: str) -> Transport:
+def _over_tcp(agent: str, network: Network) -> Transport:
     """Raises: UsageError: As `choose_transport`."""
     # Loads what encrypts, which takes a moment; the others can do without.
     from torch_ros.features.tcp.transport import at  # noqa: PLC0415
 
-    # feature fabrics {
-    if network.wan_devices:
-        found = f"wan_devices={tuple(network.wan_devices)}: those are for UCX"
-        raise UsageError(f'{found}; with transport="tcp" say listen={network.wan_devices[0]!r}')
-    # } fabrics
-    listen = network.listen or environment.value(environment.LISTEN)
-    made = at(listen, agent, connect_s=network.connect_s)
-    log.info("transport: TCP at %s (%s)", made.where, reason)
-    transport: Transport = made
-    # feature shortcuts {
-    try:
-        transport = ShortcutTransport(made, threads=thread_count())
-    except BaseException:
-        made.close()
-        raise
-    # } shortcuts
-    return transport
+    made = at(_where(network), agent, connect_s=network.connect_s)
+    log.info("TCP is reached at %s", made.where)
+    return made
+
+
+def _where(network: Network) -> str:
+    return network.listen or environment.value(environment.LISTEN)
 
 
 # } tcp
-def interfaces_for(wanted: Sequence[str], ucx_net_devices: str) -> tuple[str, ...]:
-    """The network interfaces of this host for TCP.
+def interfaces_for(ucx_net_devices: str) -> tuple[str, ...]:
+    """The network interfaces of this host for UCX's TCP.
 
     Args:
-        wanted: The user's choice, if there is one.
         ucx_net_devices: The value of UCX_NET_DEVICES. Devices that are no interfaces are RDMA's.
-
-    Raises:
-        UsageError: This host lacks one of those wanted.
     """
     there = tuple(name for _, name in socket.if_nameindex())
-    if lacking := [name for name in wanted if name not in there]:
-        raise UsageError(f"wan_devices={lacking}: this host has {', '.join(there)}")
     named = [name for name in ucx_net_devices.split(",") if name in there]
-    return tuple(wanted) or tuple(named) or there
+    return tuple(named) or there

@@ -177,11 +177,12 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
             reading it: so it crosses a slow link once. The others read from those here. No
             `unpublish` waits for that link: it copies to host memory what somebody else still
             reads across it, and nobody else has.
-        fabric: Processes with one name reach each other as UCX likes: by RDMA, shared memory, TCP;
-            on one host they copy. All others are reached over TCP alone. None: the datacenter.
-        wan_devices: The network devices for TCP to and from other fabrics, such as ("eth1",). None:
-            those in the environment's UCX_NET_DEVICES, else all; UCX chooses.
-        listen: Where readers reach this process with transport="tcp": addresses or network devices,
+        fabric: Processes with one name may reach each other by NIXL; all others over TCP alone.
+            None: the datacenter.
+        wan_devices: The network devices at which readers reach this process over TCP, such as
+            ("eth1",): `listen` without a port. Readers of its own datacenter need one too, where
+            neither RDMA nor a GPU leads here.
+        listen: Where readers reach this process over TCP: addresses or network devices,
             then a port, or a range of which the first free one is taken: "eth0",
             "10.0.0.7,eth1:7000", "[fd00::7]:7000-7099", ":7000-7099". Loopback is always among
             them. Each handle of a host takes a port of its own; so does `seeding="host"`. None: the
@@ -205,15 +206,16 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
             raise ContractBroken if it was written to in between. The environment's
             TORCH_ROS_CHECK_CONTRACT=1 turns it on without a change of code.
         relay: While this replica reads a version, others may read from it the part that is there.
-        transport: "ucx": NIXL over UCX, which takes the best way that both ends have (shared
-            memory, RDMA, TCP); "ucx-tcp": TCP alone, the same on all replicas; "tcp": sockets of
-            torch_ros's own, the same on all replicas: without NIXL, encrypted beyond a host, and
-            through them nothing is reached but what is registered; on a host its memory is copied
-            as with "auto"; "memory": within this process; "auto": "memory"
-            for a store in memory, else "ucx", but host memory of sources on this host is copied
-            directly, by up to four threads, if they too have "auto": mapped if it is shared
-            (`Tensor.share_memory_`), else as UCX's cma does. None: the environment's
-            TORCH_ROS_TRANSPORT, else "auto".
+        transport: How weights are read, from replicas that have a way in common. "auto": "memory"
+            for a store in memory; else host memory of sources on this host is copied, by up to four
+            threads: mapped if it is shared (`Tensor.share_memory_`), else by the kernel; all else
+            comes over "tcp", or, where both ends have RDMA or a GPU that leads from one to the
+            other, by "nixl". "tcp": sockets of torch_ros's own, encrypted beyond a host, by which
+            nothing is reached but what is registered; on a host memory is copied as with "auto".
+            "nixl": NIXL alone, which listens on no port to other hosts. "ucx": NIXL over UCX with
+            its own TCP, by which whoever reaches its ports reads and writes all memory of the
+            process; "ucx-tcp": its TCP alone. "memory": within this process. None: the
+            environment's TORCH_ROS_TRANSPORT, else "auto".
         staging_bytes: Size of the buffer through which short strided runs are read, if there are
             any. On hosts, one that fits the processor's cache beats a larger one.
         costs: The time that reading and copying take here, by which short strided runs are read one
@@ -270,8 +272,8 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     # } following
     endpoint = endpoint or environment.value(environment.ENDPOINT) or DEFAULT_ENDPOINT
     network = Network()
-    network = Network(fabric or datacenter, tuple(wan_devices))  # feature fabrics
-    network = _listening(network, way, listen)  # feature tcp
+    network = _elsewhere(fabric or datacenter, wan_devices)  # feature fabrics
+    network = _listening(network, listen)  # feature tcp
     means = _Means(model, endpoint, timeout_s, way, network, reason, staging_bytes, costs)
     applicant = partial(Applicant, keys=Keys(model), rank=place.rank, world_size=place.world_size)
     applicant = partial(applicant, run=run, datacenter=datacenter, ttl_s=ttl_s, drain_s=drain_s)
@@ -307,11 +309,20 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
     return handle
 
 
+# feature fabrics {
+def _elsewhere(fabric: str, devices: Sequence[str]) -> Network:
+    network = Network(fabric)
+    network = replace(network, listen=",".join(devices))  # feature tcp
+    return network  # noqa: RET504  # without tcp, what is above
+
+
+# } fabrics
 # feature tcp {
-def _listening(network: Network, way: str, listen: str | None) -> Network:
-    if listen and way != "tcp":
-        raise UsageError(f'listen={listen!r}: it is of transport="tcp", and this is {way!r}')
-    return replace(network, listen=listen or "")
+def _listening(network: Network, listen: str | None) -> Network:
+    if listen and network.listen:
+        found = f"listen={listen!r}, wan_devices={network.listen.split(',')}"
+        raise UsageError(f"{found}: expected one of the two")
+    return replace(network, listen=listen or network.listen)
 
 
 # } tcp
@@ -360,7 +371,7 @@ class _Means:
         """Take a seat, with all that belongs to it."""
         name = place.replica
         with ExitStack() as undo:
-            # First: in a child that was forked beside a handle it refuses, and grpc would be at a
+            # First: in a child that was forked beside a handle NIXL refuses, and grpc would be at a
             # loss.
             is_here = self.endpoint.startswith("memory:")
             ways = choose_transport(

@@ -27,10 +27,9 @@ import numpy as np
 
 from torch_ros.costs import NIXL_COSTS, TCP_COSTS, Costs
 from torch_ros.errors import ClosedError, TransferFailed, UsageError
-from torch_ros.p2p import rdma, room, sockets
+from torch_ros.p2p import rdma, room, sockets, ucx
 from torch_ros.p2p.regions import Cover, Pieces, cut, merge
 from torch_ros.p2p.transport import CONNECT_S
-from torch_ros.p2p.ucx import ucx_config
 from torch_ros.p2p.voucher import Neighbour, Unproven
 from torch_ros.printable import log_of
 from torch_ros.spans import HOST, Region, Spans
@@ -403,6 +402,9 @@ class NixlTransport:
     Args:
         interfaces: Leave UCX nothing but TCP over these network interfaces, whatever
             UCX_NET_DEVICES says. None: all ways that it has.
+        is_closed: UCX opens no port to other hosts, and reads no process by its number: it has
+            RDMA and what a GPU has, and, without RDMA, TCP over loopback, by which it learns that a
+            process of this host has ended.
         connect_s: For the first answer of a peer.
 
     Raises: UsageError: This process was forked from one that had an open transport; or UCX can use
@@ -416,6 +418,7 @@ class NixlTransport:
         agent: str | None = None,
         *,
         interfaces: Sequence[str] = (),
+        is_closed: bool = False,
         connect_s: float = CONNECT_S,
     ) -> None:
         if _inherited:
@@ -443,7 +446,7 @@ class NixlTransport:
         # while UCX begins, for one agent at a time.
         with _making:
             others = sockets.epolls()
-            self._begin_ucx(interfaces)
+            self._begin_ucx(interfaces, is_closed=is_closed)
             self.epolls: tuple[int, ...] = sockets.nested(sockets.epolls() - others)
         _transports.add(self)
 
@@ -459,20 +462,18 @@ class NixlTransport:
             self.nixl.getLocalPartialMD(registration.listed[0], True, []),  # noqa: FBT003
         )
 
-    def _begin_ucx(self, interfaces: Sequence[str]) -> None:
-        """Make NIXL's backend: with all ways that UCX has, or TCP over these interfaces."""
-        ucx = {"engine_config": ucx_config()}
-        if interfaces:
-            # Not TLS=tcp: without cuda_copy, UCX takes a GPU's memory for the host's. NIXL adds a
-            # port of RDMA's to the last device, which then is none of TCP's.
-            ucx["engine_config"] += ",SHM_DEVICES=none"
-            ucx["device_list"] = ",".join((*interfaces, interfaces[-1]))
-        try:
-            self.nixl.createBackend("UCX", ucx)
-        except _NIXL_ERRORS as error:
-            found = f"UCX cannot use {', '.join(interfaces) or 'any device'}: {error}"
-            way_out = "are they up, with an address? Does UCX_TLS, if it is set, have tcp?"
-            raise UsageError(f"{found}; {way_out}") from error
+    def _begin_ucx(self, interfaces: Sequence[str], *, is_closed: bool) -> None:
+        """Make NIXL's backend, as the arguments of the class say."""
+        tried = ucx.options(interfaces, is_closed=is_closed, has_rdma=rdma.has_devices())
+        for number, (options, closed) in enumerate(tried, 1):
+            try:
+                with ucx.closing(closed):
+                    self.nixl.createBackend("UCX", options)
+                break
+            except _NIXL_ERRORS as error:
+                if number == len(tried):
+                    raise UsageError(ucx.lacking(options, closed, error)) from error
+                logger.warning("RDMA is not used: %s", ucx.lacking(options, closed, error))
         rdma.warn_if_mixed()
 
     @property

@@ -25,6 +25,7 @@ VERBS = "libibverbs.so.1"  # it alone needs libnl-route
 NETLINK = "libnl-route-3.so.200"
 OTHERS = ("libefa.so.1", "librdmacm.so.1")
 UCX_MODULE = "libuct_ib_efa.so"
+DEVICES = Path("/dev/infiniband")  # of this container; /sys/class has those of its host
 
 
 class _Link(ctypes.Structure):
@@ -36,6 +37,11 @@ class _Link(ctypes.Structure):
         ("dynamic", ctypes.c_void_p),
         ("next", ctypes.c_void_p),
     )
+
+
+def has_devices() -> bool:
+    """Whether this process may have a device that speaks RDMA."""
+    return any(DEVICES.glob("uverbs*"))
 
 
 def load_first() -> None:

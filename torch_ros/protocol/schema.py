@@ -10,7 +10,7 @@ from torch_ros.protocol.records import SchemaRecord
 from torch_ros.release import RELEASE
 from torch_ros.store.txn import Created, Guard, Put, View
 
-SCHEMA = 4  # changes with the keys and records of docs/protocol/records.md
+SCHEMA = 5  # changes with the keys and records of docs/protocol/records.md
 
 
 def require_own(view: View, keys: Keys) -> bool:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 import torch_ros
 
-endpoint, model, kind, size = *sys.argv[1:4], int(sys.argv[4])
+endpoint, model, kind, transport, size = *sys.argv[1:5], int(sys.argv[5])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
 matrix = torch.arange(size * size, dtype=torch.float32).view(size, size)
@@ -33,7 +33,7 @@ match kind:
         tensor = torch.arange(1024 * 2048, dtype=torch.float32).view(1024, 2048)[:, :256]
     case _:
         tensor = matrix
-handle = torch_ros.open(model, endpoint=endpoint, transport="auto")
+handle = torch_ros.open(model, endpoint=endpoint, transport=transport)
 if kind == "copy":
     handle.publish_copy(1, {"weight": tensor})
 else:
@@ -50,8 +50,8 @@ dist.destroy_process_group()
 def publish(etcd_endpoint, started):
     """Publishes a matrix in a process of its own; the model's name is what it is."""
 
-    def start(kind):
-        source = started.start(SOURCE, etcd_endpoint, kind, kind, SIZE, talks=True)
+    def start(kind, transport="auto"):
+        source = started.start(SOURCE, etcd_endpoint, kind, kind, transport, SIZE, talks=True)
         assert source.hear() == "published"
         return kind
 
@@ -87,7 +87,7 @@ def test_what_is_in_shared_memory_is_mapped(
     publish, etcd_endpoint, caplog, kind, transport, is_mapped
 ):
     caplog.set_level(logging.INFO, "torch_ros")
-    replicate(etcd_endpoint, publish(kind), transport)
+    replicate(etcd_endpoint, publish(kind, transport), transport)
     assert bool(re.search("of its shared memory are mapped here", caplog.text)) == is_mapped
 
 
@@ -100,7 +100,7 @@ def test_what_is_not_shared_is_read_by_threads(
     publish, etcd_endpoint, caplog, monkeypatch, transport, ucx_tls, is_read
 ):
     caplog.set_level(logging.INFO, "torch_ros")
-    source = publish("ordinary")
+    source = publish("ordinary", transport)
     monkeypatch.setenv("UCX_TLS", ucx_tls)
     replicate(etcd_endpoint, source, transport)
     assert bool(re.search(r"its memory is read by \d thread", caplog.text)) == is_read

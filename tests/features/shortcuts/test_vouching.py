@@ -326,16 +326,18 @@ def test_without_a_voucher_all_is_left_to_the_other_transport(monkeypatch, caplo
 
 OURS = 'our copies, `transport="auto"` on one host'
 SOURCE_PEER = "UCX, if the peer is the source"
+CLOSED = 'the same, with `transport="auto"` or `"nixl"` at the reader'
 READER_PEER = "UCX over TCP, if the peer is the reader"
 
 
-def test_what_a_peer_reaches_is_what_the_document_says(evil, honest, reader):
+def test_what_a_peer_reaches_is_what_the_document_says(evil, honest, reader, spawn):
     document = ROOT.joinpath("docs/SECURITY.md").read_text()
     table = document.partition("| way | a peer reaches |")[2].strip().partition("\n\n")[0]
     rows = [row.strip("| ").split(" | ") for row in table.splitlines()[1:]]
     reached = {
         OURS: our_copies(evil, honest, reader),
         SOURCE_PEER: ucx_of_a_hostile_source(evil, honest),
+        CLOSED: ucx_of_a_hostile_source(Source(spawn(SOURCE, SIZE)), honest, is_closed=True),
         READER_PEER: ucx_of_a_hostile_reader(honest),
     }
     assert dict(rows) == reached
@@ -354,21 +356,27 @@ def our_copies(evil, honest, reader):
     return "what is registered" if copied == [True, *[False] * 4] else f"{copied}"
 
 
-def ucx_of_a_hostile_source(evil, honest):
-    """A reader believes the number of a process in an address of UCX."""
+def ucx_of_a_hostile_source(evil, honest, *, is_closed=False):
+    """A reader believes the number of a process in an address of UCX, unless it is closed."""
     from torch_ros.p2p.nixl import NixlTransport
 
     mine = np.full(SIZE, 83, np.uint8)
     reached = []
     for pid, address in ((os.getpid(), mine.ctypes.data), (honest.pid, honest.secrets[0])):
-        reader = NixlTransport()
+        reader = NixlTransport(is_closed=is_closed)
+        if is_closed:  # it would read what it is to read
+            got, _ = fetched(reader, evil.connection, evil.descriptors[0], evil.weights[0])
+            assert (got == 7).all()
         connection = number_changed(evil.connection, evil.pid, pid, address)
         descriptor = address_changed(evil, address)
-        got, _ = fetched(reader, connection, descriptor, address)
-        reached.append((got == 83).all())
+        try:
+            got, _ = fetched(reader, connection, descriptor, address)
+            reached.append((got == 83).all())
+        except TransferFailed:  # it is asked for memory that it does not have, and ends
+            reached.append(False)
         reader.close()
     is_any = "any memory of the reader, and of other processes of its user on its host"
-    return is_any if all(reached) else f"{reached}"
+    return {(True, True): is_any, (False, False): "nothing"}.get(tuple(reached), f"{reached}")
 
 
 def ucx_of_a_hostile_reader(honest):

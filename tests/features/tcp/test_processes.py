@@ -1,5 +1,6 @@
 """Processes that publish and load over sockets of ours, through etcd, without NIXL."""
 
+import signal
 import subprocess
 import sys
 from contextlib import closing
@@ -30,6 +31,20 @@ name = transport.register([Region(held.ctypes.data, held.nbytes)])
 print(transport.connection.hex(), name.descriptor.hex(), held.ctypes.data, flush=True)
 sys.stdin.read()
 """
+
+
+def test_a_source_that_is_stopped_is_no_further_away():
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    source = subprocess.Popen([sys.executable, "-c", SOURCE], text=True, **pipes)
+    with closing(TcpTransport()) as reader:
+        connection, _, _ = source.stdout.readline().split()
+        peer = reader.connect(bytes.fromhex(connection))
+        source.send_signal(signal.SIGSTOP)
+        assert not peer.is_beyond(0.005)
+        source.send_signal(signal.SIGCONT)
+        assert peer.is_beyond(0.0), "it was measured"
+    source.stdin.close()
+    assert source.wait(20) == 0
 
 
 def test_a_source_that_exits_while_it_is_read_exits_well():

@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 WAIT_S = 0.005  # for bytes, of any read of this process; what is there is taken for as long
 
 
-class Unregistered(ConnectionError):
-    """The source has not registered it any more."""
-
-
 class TcpTransfer:
     """A `Transfer`: rows that are asked for, and the socket on which they come."""
 
@@ -148,7 +144,7 @@ class TcpTransfer:
                     status = yield from self._asked(channel, rows)
                 is_used = True
                 if status != wire.HERE:
-                    raise Unregistered("it has let go of the memory")
+                    raise ConnectionError("it has let go of the memory")
                 for piece in wire.pieces([size for _, _, _, size in rows]):
                     spans = [(rows[number][2] + first, size) for number, first, size in piece]
                     yield from self._filled(channel, spans)

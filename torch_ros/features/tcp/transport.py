@@ -12,7 +12,6 @@ import mmap
 import os
 import secrets
 import threading
-import time
 import uuid
 import weakref
 from collections import defaultdict
@@ -31,7 +30,7 @@ from torch_ros.channels.wire import Garbage, Named
 from torch_ros.copies.crossing import Crossing, cuda
 from torch_ros.costs import TCP_COSTS, Costs
 from torch_ros.errors import ClosedError, NotSupported, TransferFailed
-from torch_ros.features.tcp.reading import TcpTransfer, Unregistered
+from torch_ros.features.tcp.reading import TcpTransfer
 from torch_ros.features.tcp.serving import Server, Table
 from torch_ros.p2p.regions import Cover, cut, merge
 from torch_ros.p2p.transport import CONNECT_S
@@ -40,7 +39,6 @@ from torch_ros.spans import HOST, Region, Spans
 
 EVERYWHERE = Listen()
 PIECES = 8  # that are pinned: of reads that are receiving one at the same moment
-_PINGS = 8  # a busy core delays some
 
 _transports: weakref.WeakSet[TcpTransport] = weakref.WeakSet()
 
@@ -93,7 +91,6 @@ class TcpPeer:
         self.transport, self.agent, self.sockets = transport, agent, sockets
         self._names: dict[Cover, bytes] = {}  # attached, the newest first
         self._is_closed = False
-        self._pings, self._ping_s = 0, float("inf")
         self._keys = itertools.count()
 
     def ended(self) -> str:
@@ -120,26 +117,9 @@ class TcpPeer:
             } | self._names
 
     def is_beyond(self, limit_s: float) -> bool:
+        """Whether the hosts are: how long the peer takes for an answer says nothing of that."""
         self._refuse_closed()
-        while self._ping_s > limit_s and self._pings < _PINGS:
-            self._ping()
-        return self._ping_s > limit_s
-
-    def _ping(self) -> None:
-        """Ask for memory that nobody has: that is answered at once."""
-        byte = np.zeros(1, np.uint8)
-        row = (bytes(16), 0, byte.ctypes.data, 1)
-        read, begun_s = TcpTransfer(self, [row], ()), time.monotonic()
-        try:
-            read.post()
-            while not read.is_done() and time.monotonic() < begun_s + self.transport.connect_s:
-                pass
-        except TransferFailed as error:
-            if not isinstance(error.__cause__, Unregistered):
-                raise
-        finally:
-            read.close()
-        self._pings, self._ping_s = self._pings + 1, min(self._ping_s, time.monotonic() - begun_s)
+        return self.sockets.round_trip_s > limit_s
 
     def prepare(
         self, spans: Spans, *, source_device: int = HOST, target_device: int = HOST
