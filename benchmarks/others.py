@@ -1,6 +1,7 @@
 """Those who move the same weights in other ways, and how fast the machine is at all."""
 
 import socket
+import ssl
 import threading
 import time
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch.distributed.checkpoint as dcp
 from harness import seconds
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+
+from torch_ros.channels.meeting import TcpIdentity
 
 POLL_S = 0.001
 CONNECT_S = 30.0
@@ -203,3 +206,20 @@ class Socket:
         for opened in (self._connection, self._listening):
             if opened is not None:
                 opened.close()
+
+
+class TlsSocket(Socket):
+    """The same in TLS 1.3, by `ssl`."""
+
+    def connect(self, port: int) -> None:
+        """Return once the other end has accepted."""
+        super().connect(port)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        assert self._connection is not None
+        self._connection = context.wrap_socket(self._connection)
+
+    def accept(self) -> None:
+        super().accept()
+        assert self._connection is not None
+        self._connection = TcpIdentity().context.wrap_socket(self._connection, server_side=True)

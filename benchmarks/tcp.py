@@ -9,7 +9,7 @@ from typing import Any
 
 import tensors as contents
 from harness import Actors, Child, Sample, Setup, rounds, started
-from others import RawReader, RawSource, Socket
+from others import RawReader, RawSource, Socket, TlsSocket
 from peers import Rollout, Trainer
 from report import Report, Row, ratio, speeds
 
@@ -19,6 +19,7 @@ PART = "TCP over loopback"
 TENSOR_COUNT = 100
 
 SOCKET = "one socket, sendall and recv_into"
+TLS = "one socket in TLS 1.3, sendall and recv_into"
 RAW = "NIXL by hand, TCP alone"
 ROS = "torch_ros, transport=ucx-tcp"
 OWN = "torch_ros, transport=tcp, plain as within a host"
@@ -57,6 +58,7 @@ def source(setup: Setup) -> Actors:
         **_handles(partial(_trainer, setup, held)),
         "raw": RawSource("tcp source", held, tcp_only=True),
         "socket": Socket(held),
+        "tls": TlsSocket(held),
     }
 
 
@@ -66,6 +68,7 @@ def reader(setup: Setup) -> Actors:
         **_handles(partial(_rollout, setup, held)),
         "raw": RawReader("tcp reader", held, tcp_only=True),
         "socket": Socket(held),
+        "tls": TlsSocket(held),
     }
 
 
@@ -81,8 +84,10 @@ def measure(setup: Setup, report: Report) -> None:
     builds = {"source": partial(source, setup), "reader": partial(reader, setup)}
     with started(builds) as (trainer, rollout):
         rollout.ask("raw", "connect", *trainer.ask("raw", "offer"))
-        rollout.ask("socket", "connect", trainer.ask("socket", "listen"))
-        trainer.ask("socket", "accept")
+        for each in ("socket", "tls"):
+            rollout.tell(each, "connect", (trainer.ask(each, "listen"),))
+            trainer.ask(each, "accept")
+            rollout.hear()
         cases = {case: partial(_once, case, trainer, rollout) for case in MOVES}
         samples = rounds(setup.repeat, cases)
         size_bytes = trainer.ask("ucx", "size_bytes")
@@ -90,10 +95,11 @@ def measure(setup: Setup, report: Report) -> None:
         case: speeds(size_bytes, [sample["elapsed_s"] for sample in taken])
         for case, taken in samples.items()
     }
-    for case in (SOCKET, RAW, ROS, OWN, SEALED):
+    for case in (SOCKET, TLS, RAW, ROS, OWN, SEALED):
         bases = {"of the socket": SOCKET} if case != SOCKET else {}
         bases |= {"of NIXL by hand": RAW} if case in HANDLES else {}
         bases |= {"of ucx-tcp": ROS} if case in {OWN, SEALED} else {}
+        bases |= {"of TLS": TLS} if case == SEALED else {}
         report.add(
             Row(
                 part=PART,
@@ -105,6 +111,9 @@ def measure(setup: Setup, report: Report) -> None:
             )
         )
     report.expect("TCP, of a socket", ratio(found[ROS], found[SOCKET]), at_least=0.8)
+    report.expect("own TCP, plain, of ucx-tcp", ratio(found[OWN], found[ROS]), at_least=1.0)
+    report.expect("own TCP, plain, of a socket", ratio(found[OWN], found[SOCKET]), at_least=0.95)
+    report.expect("own TCP, encrypted, of TLS", ratio(found[SEALED], found[TLS]), at_least=0.9)
 
 
 def _once(case: str, trainer: Child, rollout: Child) -> Sample:
@@ -117,9 +126,9 @@ def _once(case: str, trainer: Child, rollout: Child) -> Sample:
     return {"elapsed_s": elapsed_s}
 
 
-def _by_socket(trainer: Child, rollout: Child, _: int) -> float:
-    rollout.tell("socket", "receive", ())
-    trainer.ask("socket", "send")
+def _by_socket(actor: str, trainer: Child, rollout: Child, _: int) -> float:
+    rollout.tell(actor, "receive", ())
+    trainer.ask(actor, "send")
     return rollout.hear()
 
 
@@ -135,5 +144,5 @@ def _by_ros(actor: str, trainer: Child, rollout: Child, version: int) -> float:
     return rollout.ask(actor, "replicate", version)["elapsed_s"]
 
 
-MOVES = {SOCKET: _by_socket, RAW: _by_hand}
+MOVES = {SOCKET: partial(_by_socket, "socket"), TLS: partial(_by_socket, "tls"), RAW: _by_hand}
 MOVES |= {case: partial(_by_ros, actor) for case, actor in HANDLES.items()}

@@ -122,7 +122,7 @@ SIZES = st.lists(st.integers(1, 3 * wire.PIECE_BYTES), max_size=600)
 
 @given(SIZES)
 def test_pieces_have_each_byte_once_and_in_order(sizes):
-    parts = [part for piece in wire.pieces(sizes) for part in piece]
+    parts = [part for piece in wire.pieces(sizes, wire.PIECE_BYTES) for part in piece]
     at = dict.fromkeys(range(len(sizes)), 0)
     for number, first, size in parts:
         assert first == at[number]
@@ -130,7 +130,7 @@ def test_pieces_have_each_byte_once_and_in_order(sizes):
         at[number] += size
     assert [at[number] for number in range(len(sizes))] == sizes
     assert [number for number, _, _ in parts] == sorted(number for number, _, _ in parts)
-    for piece in wire.pieces(sizes):
+    for piece in wire.pieces(sizes, wire.PIECE_BYTES):
         assert sum(size for _, _, size in piece) <= wire.PIECE_BYTES
         assert 0 < len(piece) <= wire.PIECE_ROWS
 

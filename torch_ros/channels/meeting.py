@@ -81,6 +81,7 @@ class Channel(Protocol):
     """A connection whose ends have met."""
 
     sock: socket.socket
+    piece_bytes: int  # into pieces of so many bytes an answer is cut
 
     def send(self, *parts: bytes, more: bool = False) -> Steps:
         """Send them as one piece. `more`: the next one follows at once."""
@@ -94,6 +95,8 @@ class Channel(Protocol):
 
 class PlainChannel:
     """Bytes as they are."""
+
+    piece_bytes: int = wire.PLAIN_BYTES
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -120,6 +123,8 @@ class PlainChannel:
 
 class SealedChannel:
     """AES-256-GCM, with a key and a counter each way; each piece ends in a tag."""
+
+    piece_bytes: int = wire.PIECE_BYTES
 
     def __init__(
         self, sock: socket.socket, sends: bytes, receives: bytes, buffers: PieceBuffers

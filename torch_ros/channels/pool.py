@@ -11,18 +11,18 @@ import socket
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch_ros.channels import addresses, wire
 from torch_ros.channels.addresses import TcpRoute
-from torch_ros.channels.meeting import LATER, READ, WRITE, Channel, Full, Running, greet
+from torch_ros.channels.meeting import GO_ON, LATER, READ, WRITE, Channel, Full, Running, greet
 from torch_ros.channels.steps import connected, pause, within
 from torch_ros.channels.views import PieceBuffers
 from torch_ros.channels.wire import TcpCard
 
 CONNECTIONS_MAX = 1024  # of a process, and at most a quarter of the files that it may open
-NEAR_MAX, FAR_MAX = 4, 16  # sockets of a peer: 16 fill 10 Gbit/s at 40 ms with Linux's defaults
+NEAR_MAX, FAR_MAX = 2, 16  # sockets of a peer: 16 fill 10 Gbit/s at 40 ms with Linux's defaults
 MORE_MAX, SMALL_BYTES = 2, 64 << 10  # further ones for small reads, as of words: they do not queue
 CONNECT_S, MEET_S = 1.5, 4.0  # for an address, if there is another one to try
 LOST_MS = 15_000  # without an answer of the source's host to what was sent
@@ -50,11 +50,10 @@ class Flight:
         if sock is not None:
             hang_up(sock)
 
-    def watch(self) -> tuple[int, int] | None:
-        """The socket and the events to ask `poll` for; None: nothing."""
-        sock, event = self.sock, _EVENTS.get(self.event)
-        number = -1 if sock is None else sock.fileno()
-        return None if number < 0 or event is None else (number, event)
+    def watch(self) -> tuple[int, int]:
+        """The number of the socket and the events to ask `poll` for; -1, 0: nothing."""
+        sock, events = self.sock, _EVENTS.get(self.event, 0)
+        return (-1 if sock is None or not events else sock.fileno()), events
 
 
 def _round_trip_s(sock: socket.socket) -> float:
@@ -69,13 +68,18 @@ def hang_up(sock: socket.socket) -> None:
     sock.close()
 
 
-def wait(flights: Iterable[Flight], wait_s: float) -> None:
-    """Wait until one of them can go on. A socket that is closed meanwhile ends the wait early."""
-    poll = select.poll()
-    for watched in [each.watch() for each in tuple(flights)]:
-        if watched:
-            poll.register(*watched)
-    poll.poll(wait_s * 1e3)
+def wait(flights: Sequence[Flight], wait_s: float) -> set[Flight]:
+    """Wait until some of them can go on; those. A socket that is closed meanwhile ends the wait
+    early.
+    """
+    ready = {each for each in flights if each.event == GO_ON}
+    poll, waiting = select.poll(), dict[int, Flight]()
+    for each in flights:
+        number, events = each.watch()
+        if number >= 0:
+            poll.register(number, events)
+            waiting[number] = each
+    return ready | {waiting[number] for number, _ in poll.poll(0 if ready else wait_s * 1e3)}
 
 
 class Sockets:
@@ -106,15 +110,14 @@ class Sockets:
             with self._lock:
                 if self._is_closed:
                     raise ConnectionError("the connection was closed")
-                channel = self._idle.pop() if self._idle else None
+                if self._idle:
+                    channel = self._idle.pop()
+                    flight.sock = channel.sock
+                    return channel, True
                 most = min(NEAR_MAX if self.is_near else FAR_MAX, max(1, share() // self.peers))
-                is_new = channel is None and self._count < most + more
-                self._count += is_new
-            if channel is not None:
-                flight.sock = channel.sock
-                return channel, True
-            if is_new:
-                break
+                if self._count < most + more:
+                    self._count += 1
+                    break
             yield LATER
         try:
             return (yield from self.dial(flight)), False

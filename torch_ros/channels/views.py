@@ -7,12 +7,18 @@ from contextlib import contextmanager
 KEPT_MAX = 16
 LEAST_BYTES = 64 << 10  # of what is worth keeping
 
+_WRITE = 0x200  # PyBUF_WRITE
+_memoryview = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
+
 
 def at(address: int, size_bytes: int) -> memoryview:
     """Memory of this process, which nothing keeps allocated: only for calls of the kernel, which
     answer EFAULT where there is none, and for targets that are registered.
     """
-    return memoryview((ctypes.c_ubyte * size_bytes).from_address(address)).cast("B")
+    view: memoryview = _memoryview(address, size_bytes, _WRITE)
+    return view
 
 
 def rest(views: Sequence[memoryview], count: int) -> list[memoryview]:

@@ -23,6 +23,7 @@ ROW = struct.Struct("<16sQQ")  # id of a registration, address, bytes
 STATUS = struct.Struct("<Q")
 ROWS_MAX, BYTES_MAX = 4096, 32 << 20  # of a request
 PIECE_BYTES, PIECE_ROWS = 1 << 20, 256  # of what is copied, and sealed, at once
+PLAIN_BYTES = 4 << 20  # of plain bytes that are copied at once: nobody else sees how they are cut
 NONCE_BYTES = PROOF_BYTES = KEY_BYTES = 32
 WORD_BYTES = 8
 ADDRESSES_MAX = 8
@@ -172,11 +173,11 @@ def is_word(rows: Sequence[tuple[bytes, int, int]]) -> bool:
     return len(rows) == 1 and rows[0][2] == WORD_BYTES and rows[0][1] % WORD_BYTES == 0
 
 
-def pieces(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+def pieces(sizes: Sequence[int], bytes_max: int) -> Iterator[list[tuple[int, int, int]]]:
     """Cut an answer into pieces, of each the parts: number of the row, first byte, bytes. Both ends
-    cut alike.
+    cut alike what they seal.
     """
-    return _cut(sizes, PIECE_BYTES, PIECE_ROWS)
+    return _cut(sizes, bytes_max, PIECE_ROWS)
 
 
 def requests(

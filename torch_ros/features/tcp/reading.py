@@ -12,12 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from torch_ros.channels import wire
-from torch_ros.channels.meeting import (
-    GO_ON,
-    Channel,
-    Running,
-    Steps,
-)
+from torch_ros.channels.meeting import GO_ON, LATER, Channel, Running, Steps
 from torch_ros.channels.pool import Flight, wait
 from torch_ros.channels.views import at
 from torch_ros.copies.crossing import Part
@@ -68,7 +63,8 @@ class TcpTransfer:
                 raise TransferFailed(self.peer.agent, "the memory it lands in was unregistered")
             self._failure, self._cause, self._has_all = "", None, False
             self._steps, self._state = self._run(), "flying"
-            self._go_on()
+            self.peer.transport.flying.add(self)
+            self._go_on(0)
         self._raise_failure()
 
     def is_done(self) -> bool:
@@ -77,43 +73,39 @@ class TcpTransfer:
         """
         transport = self.peer.transport
         transport.refuse_fork()
-        if not self._is_done():
-            for read in transport.flying():
-                read.go_on()
-            wait((read.flight for read in transport.flying()), WAIT_S)
-            return self._is_done()
-        return True
-
-    def go_on(self) -> None:
-        """Receive what is there, unless another thread does; errors are kept for `is_done`."""
-        if self._state == "flying" and self._lock.acquire(blocking=False):
-            try:
-                if self._state == "flying":
-                    self._go_on()
-            finally:
-                self._lock.release()
-
-    @property
-    def is_flying(self) -> bool:
-        return self._state == "flying"
-
-    def _is_done(self) -> bool:
+        if self.flight.event == LATER:  # a connection may be free by now
+            self.go_on(0)
+        flying = tuple(transport.flying)
+        if self in flying:
+            ready = wait([read.flight for read in flying], WAIT_S)
+            end_s = time.monotonic() + WAIT_S
+            for read in flying:
+                if not ready or read.flight in ready:
+                    read.go_on(end_s)
         with self._lock:
-            if self._state == "flying":
-                self._go_on()
             self._raise_failure()
             if self._state in {"idle", "closed"}:
                 raise ClosedError("this read was not posted, failed, or was closed")
             return self._state == "done"
+
+    def go_on(self, end_s: float) -> None:
+        """Receive what is there, until then, unless another thread does. Errors are kept for
+        `is_done`.
+        """
+        if self._state == "flying" and self._lock.acquire(blocking=False):
+            try:
+                if self._state == "flying":
+                    self._go_on(end_s)
+            finally:
+                self._lock.release()
 
     def _raise_failure(self) -> None:
         if self._failure:
             reason = self.peer.ended() or self._failure
             raise TransferFailed(self.peer.agent, reason) from self._cause
 
-    def _go_on(self) -> None:
-        """Receive what is there, for a while. The caller holds the lock."""
-        end_s = time.monotonic() + WAIT_S
+    def _go_on(self, end_s: float) -> None:
+        """Receive what is there, until then. The caller holds the lock."""
         try:
             assert self._steps is not None
             while True:
@@ -122,6 +114,7 @@ class TcpTransfer:
                     return
         except StopIteration:
             self._state = "done" if self._has_all else "idle"
+            self.peer.transport.flying.discard(self)
         except OSError as error:
             self._end(str(error.strerror or error))
             self._cause = error
@@ -143,9 +136,10 @@ class TcpTransfer:
                     channel = yield from sockets.dial(flight)
                     status = yield from self._asked(channel, rows)
                 is_used = True
+                piece_bytes = channel.piece_bytes if self._device == HOST else wire.PIECE_BYTES
                 if status != wire.HERE:
                     raise ConnectionError("it has let go of the memory")
-                for piece in wire.pieces([size for _, _, _, size in rows]):
+                for piece in wire.pieces([row[3] for row in rows], piece_bytes):
                     spans = [(rows[number][2] + first, size) for number, first, size in piece]
                     yield from self._filled(channel, spans)
                     yield GO_ON
@@ -199,5 +193,6 @@ class TcpTransfer:
             if self._device != HOST:
                 self.peer.transport.crossing.settle(self._device)
         self.flight.close()
+        self.peer.transport.flying.discard(self)
         if self._state == "flying":
             self._state, self._failure = "idle", reason

@@ -351,7 +351,7 @@ class Server:
         elif isinstance(channel, SealedChannel):
             yield from self._sealed(channel, found)
         else:
-            yield from self._plain(channel.sock, found)
+            yield from self._plain(channel, found)
 
     def _look(self, found: Found) -> bytes:
         """A word that is whole: the kernel copies bytes, and promises no more."""
@@ -363,13 +363,14 @@ class Server:
             before = now
         raise ConnectionError("a word that never stays the same")
 
-    def _plain(self, sock: socket.socket, found: Found) -> Steps:
-        for parts in _pieces(found):
+    def _plain(self, channel: Channel, found: Found) -> Steps:
+        is_host = all(device == HOST for _, _, _, device in found)
+        for parts in _pieces(found, channel.piece_bytes if is_host else wire.PIECE_BYTES):
             if any(device != HOST for _, _, _, device in parts):
                 copied = self._copied(parts)
                 with self._buffers.one(len(copied)) as own:  # the piece is another's later
                     own[:] = copied
-                    yield from sent(sock, own)
+                    yield from sent(channel.sock, own)
                 yield GO_ON
                 continue
             names = {name for name, _, _, _ in parts}
@@ -378,14 +379,14 @@ class Server:
                 count = 0
                 with self._table.lock, contextlib.suppress(BlockingIOError):
                     self._table.refuse_gone(names)
-                    count = sock.sendmsg(views, (), FLAGS)
+                    count = channel.sock.sendmsg(views, (), FLAGS)
                 views = rest(views, count)
                 if views:
                     yield WRITE
             yield GO_ON
 
     def _sealed(self, channel: SealedChannel, found: Found) -> Steps:
-        for parts in _pieces(found):
+        for parts in _pieces(found, channel.piece_bytes):
             yield from channel.seal(self._copied(parts))
             yield GO_ON
 
@@ -415,9 +416,9 @@ class Server:
         return piece[:first]
 
 
-def _pieces(found: Found) -> Iterator[Found]:
-    """What is sent at once, cut as its reader cuts it."""
-    for piece in wire.pieces([size for _, _, size, _ in found]):
+def _pieces(found: Found, bytes_max: int) -> Iterator[Found]:
+    """What is sent at once; sealed, it is cut as its reader cuts it."""
+    for piece in wire.pieces([size for _, _, size, _ in found], bytes_max):
         parts = []
         for number, first, size in piece:
             name, address, _, device = found[number]

@@ -193,6 +193,7 @@ class TcpTransport:
         self.table: Table = Table()
         self.registrations: list[TcpRegistration] = []
         self.reads: set[TcpTransfer] = set()
+        self.flying: set[TcpTransfer] = set()  # those in flight, maybe of many that are prepared
         self.keys = itertools.count()
         self.is_closed: bool = False
         self._place = place or addresses.place()
@@ -299,11 +300,6 @@ class TcpTransport:
     def discard(self, read: TcpTransfer) -> None:
         with self.lock:
             self.reads.discard(read)
-
-    def flying(self) -> list[TcpTransfer]:
-        """All reads that are in flight."""
-        with self.lock:
-            return [read for read in self.reads if read.is_flying]
 
     def close(self) -> None:
         if self.is_foreign:

@@ -1,0 +1,31 @@
+"""Connections are waited for, and memory is looked at, at no cost that grows."""
+
+import ctypes
+import socket
+
+import numpy as np
+
+from torch_ros.channels.meeting import GO_ON, LATER, READ
+from torch_ros.channels.pool import Flight, wait
+from torch_ros.channels.views import at
+
+
+def test_what_can_go_on_at_once_is_not_waited_for():
+    here, there = socket.socketpair()
+    with here, there:
+        cut, silent = Flight(here, GO_ON), Flight(there, READ)
+        assert wait([cut, silent], 3600) == {cut}
+        here.send(b"x")
+        assert wait([cut, silent], 3600) == {cut, silent}
+        assert wait([silent, Flight(here, READ), Flight(None, LATER)], 3600) == {silent}
+
+
+def test_views_of_memory_make_no_class_of_each_size():
+    held = np.arange(100, dtype=np.uint8)
+    before = len(ctypes.Array.__subclasses__())
+    views = [at(held.ctypes.data, size) for size in range(1, 101)]
+    assert len(ctypes.Array.__subclasses__()) == before
+    assert all(bytes(view) == held[: len(view)].tobytes() for view in views)
+    views[9][:] = bytes(10)
+    assert not held[:10].any()
+    assert held[10] == 10
