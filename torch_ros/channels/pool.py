@@ -86,17 +86,16 @@ class Sockets:
     """The connections to one peer. A read owns one while an answer is due.
 
     Attributes:
-        peers: How many peers the transport has, which share the sockets that it may open.
         round_trip_s: The shortest that the kernel has seen between the hosts; infinity: none.
     """
 
     def __init__(self, card: TcpCard, routes: Sequence[TcpRoute], buffers: PieceBuffers) -> None:
         self._card, self._routes, self._buffers = card, list(routes), buffers
         self._idle: deque[Channel] = deque()
-        self._lock = threading.Lock()
-        self._count = 0
+        self._out: set[Flight] = set()  # those that have one, or dial
+        self._lock = threading.RLock()  # a signal's handler may close all
         self._is_closed = False
-        self.peers = 1
+        self._peers = 1
         self.round_trip_s: float = math.inf
 
     @property
@@ -104,41 +103,53 @@ class Sockets:
         return bool(self._routes) and self._routes[0].mode == wire.NEAR
 
     def take(self, flight: Flight, size_bytes: int = 0) -> Running[tuple[Channel, bool]]:
-        """A channel for this flight, and whether others have used it. Waits until there is one."""
+        """A channel for this flight, and whether others have used it. Waits until there is one.
+        After an error, the caller drops the flight.
+        """
         more = MORE_MAX if size_bytes <= SMALL_BYTES else 0
         while True:
             with self._lock:
                 if self._is_closed:
                     raise ConnectionError("the connection was closed")
                 if self._idle:
+                    self._out.add(flight)
                     channel = self._idle.pop()
                     flight.sock = channel.sock
                     return channel, True
-                most = min(NEAR_MAX if self.is_near else FAR_MAX, max(1, share() // self.peers))
-                if self._count < most + more:
-                    self._count += 1
+                if len(self._out) < self._most() + more:
+                    self._out.add(flight)
                     break
             yield LATER
-        try:
-            return (yield from self.dial(flight)), False
-        except BaseException:
-            self.drop(flight)
-            raise
+        return (yield from self.dial(flight)), False
 
     def give(self, flight: Flight, channel: Channel) -> None:
         """Take it back, with no answer due."""
-        flight.sock = None
         with self._lock:
-            if not self._is_closed:
-                self._idle.append(channel)
-                return
-        hang_up(channel.sock)
+            flight.sock = None
+            self._out.discard(flight)
+            self._idle.append(channel)
+            self._close_idle()
 
     def drop(self, flight: Flight) -> None:
-        """Close what the flight has."""
+        """Close what the flight has, if anything."""
         flight.close()
         with self._lock:
-            self._count -= 1
+            self._out.discard(flight)
+
+    def share_with(self, peers: int) -> None:
+        """The transport has so many peers, which share the sockets that it may open."""
+        with self._lock:
+            self._peers = peers
+            self._close_idle()
+
+    def _most(self) -> int:
+        return min(NEAR_MAX if self.is_near else FAR_MAX, max(1, share() // self._peers))
+
+    def _close_idle(self) -> None:
+        """Close those that are too many."""
+        most = 0 if self._is_closed else self._most() + MORE_MAX
+        while self._idle and len(self._idle) + len(self._out) > most:
+            hang_up(self._idle.popleft().sock)
 
     def dial(self, flight: Flight) -> Running[Channel]:
         """Connect anew, by the first route that leads to the process of the card.
@@ -188,9 +199,7 @@ class Sockets:
         """Close those that are idle; others are their reads' to close."""
         with self._lock:
             self._is_closed = True
-            idle, self._idle = self._idle, deque()
-        for channel in idle:
-            hang_up(channel.sock)
+            self._close_idle()
 
 
 def close_number(fd: int) -> None:

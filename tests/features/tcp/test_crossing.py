@@ -288,7 +288,8 @@ def test_a_read_that_is_closed_in_the_middle_leaves_the_device_alone(source, rea
 @SEALED
 @pytest.mark.parametrize("ends", ["read", "target", "transport"])
 def test_no_byte_is_on_its_way_to_a_device_when_its_read_has_ended(source, reader, far, near, ends):
-    read, target, _, landing = copied(source, reader, far, near, bytes_of(8 << 20))
+    held = bytes_of(8 << 20)
+    read, target, _, landing = copied(source, reader, far, near, held)
     copies, goes_on = threading.Event(), threading.Event()
 
     def wait(way, parts):
@@ -330,8 +331,8 @@ def test_a_copy_that_a_signal_interrupts_is_over_when_its_read_is_closed(source,
     near.before = interrupt
     with pytest.raises(KeyboardInterrupt):
         done(read)
-    read.close()
     assert near.settled == [0]
+    read.close()
 
 
 @pytest.mark.parametrize("is_sealed", [False])

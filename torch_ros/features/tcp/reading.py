@@ -6,6 +6,7 @@ once that is closed.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Collection, Sequence
@@ -43,9 +44,12 @@ class TcpTransfer:
         self.ways = ((way, self.size_bytes),)
         self.flight: Flight = Flight()
         self._steps: Steps | None = None
+        self._views: Sequence[memoryview] = ()  # into which a piece is received now
         self._state: Literal["idle", "flying", "done", "closed"] = "idle"
         self._failure = ""
-        self._cause: OSError | None = None
+        self._cause: Exception | None = None
+        self._is_inside = False  # steps run
+        self._is_closed = False
         self._lock = threading.RLock()  # nobody writes to the targets without it
         self._has_all = False
         peer.transport.add(self)
@@ -57,15 +61,23 @@ class TcpTransfer:
                 raise ClosedError("this read was closed")
             if self._state == "flying":
                 raise UsageError("this read is still in flight; post it again when it is done")
-            if reason := self.peer.ended():
-                raise TransferFailed(self.peer.agent, reason)
-            if not all(registration.is_open for registration in self.targets):
-                raise TransferFailed(self.peer.agent, "the memory it lands in was unregistered")
-            self._failure, self._cause, self._has_all = "", None, False
-            self._steps, self._state = self._run(), "flying"
-            self.peer.transport.flying.add(self)
+            self._begin()
+            if reason := self._refused():  # now: from here on, a signal's handler ends it
+                self._end(reason)
             self._go_on(0)
         self._raise_failure()
+
+    def _begin(self) -> None:
+        self._failure, self._cause, self._has_all = "", None, False
+        self._steps, self._state, self.flight.event = self._run(), "flying", GO_ON
+        self.peer.transport.flying.add(self)
+
+    def _refused(self) -> str:
+        """The reason for which it may not fly; ""."""
+        if self._is_closed:
+            return "this read was closed"
+        is_open = all(registration.is_open for registration in self.targets)
+        return self.peer.ended() or ("" if is_open else "the memory it lands in was unregistered")
 
     def is_done(self) -> bool:
         """Receive for a while, also what is there for other reads of this process: one that nobody
@@ -106,26 +118,40 @@ class TcpTransfer:
 
     def _go_on(self, end_s: float) -> None:
         """Receive what is there, until then. The caller holds the lock."""
+        steps = self._steps
+        if steps is None or self._is_inside:  # this is a handler of a signal that came in them
+            return
+        self._is_inside = True
         try:
-            assert self._steps is not None
-            while True:
-                self.flight.event = next(self._steps)
+            while self._steps is steps:
+                self.flight.event = next(steps)
                 if self.flight.event != GO_ON or time.monotonic() > end_s:
-                    return
-        except StopIteration:
+                    break
+        except Exception as error:  # noqa: BLE001  # for whoever asks about this read
+            if self._steps is steps:
+                self._take_end(error)
+        except BaseException:  # Ctrl-C: these steps are over, and the read, maybe another's, is not
+            if self._steps is steps:
+                self._end("")
+                self._begin()
+            raise
+        finally:
+            self._is_inside = False
+            if self._steps is not steps:  # closed by a handler, while they ran
+                steps.close()
+
+    def _take_end(self, error: Exception) -> None:
+        if isinstance(error, StopIteration):
             self._state = "done" if self._has_all else "idle"
             self.peer.transport.flying.discard(self)
-        except OSError as error:
-            self._end(str(error.strerror or error))
+        else:
+            self._end(str(getattr(error, "strerror", "") or error or type(error).__name__))
             self._cause = error
-        except BaseException:  # Ctrl-C: the steps are over, and not the read
-            self._end("it was interrupted")
-            raise
 
     def _run(self) -> Steps:
         sockets, flight = self.peer.sockets, self.flight
-        channel, is_used = yield from sockets.take(flight, self.size_bytes)
         try:
+            channel, is_used = yield from sockets.take(flight, self.size_bytes)
             for rows in wire.requests(self._rows):
                 try:
                     status = yield from self._asked(channel, rows)
@@ -143,18 +169,20 @@ class TcpTransfer:
                     spans = [(rows[number][2] + first, size) for number, first, size in piece]
                     yield from self._filled(channel, spans)
                     yield GO_ON
+            sockets.give(flight, channel)
+            self._has_all = True
         except BaseException:  # also of `close`, in the middle
             sockets.drop(flight)
             raise
-        sockets.give(flight, channel)
-        self._has_all = True
 
     def _filled(self, channel: Channel, spans: Sequence[tuple[int, int]]) -> Steps:
         """Receive a piece to these addresses. To a device it goes by way of host memory, and is
         there, or not on the way, whenever this yields.
         """
         if self._device == HOST:
-            yield from channel.fill([at(*span) for span in spans])
+            self._views = [at(*span) for span in spans]
+            self._refuse_over()
+            yield from channel.fill(self._views)
             return
         transport, first, parts = self.peer.transport, 0, list[Part]()
         with transport.pieces.one(sum(size for _, size in spans)) as piece:
@@ -162,7 +190,13 @@ class TcpTransfer:
             for address, size in spans:
                 parts.append((self._device, address, piece[first : first + size]))
                 first += size
+            self._refuse_over()
             transport.crossing.into(parts)
+
+    def _refuse_over(self) -> None:
+        """Raises: ClosedError: A signal's handler has closed it, in the midst of its steps."""
+        if self._steps is None:
+            raise ClosedError("this read was closed")
 
     def _asked(self, channel: Channel, rows: Sequence[tuple[bytes, int, int, int]]) -> Running[int]:
         """The status of the answer."""
@@ -176,6 +210,7 @@ class TcpTransfer:
         if self.peer.transport.is_foreign:
             return
         with self._lock:
+            self._is_closed = True
             self._end("")
             self._state = "closed"
         self.peer.transport.discard(self)
@@ -188,11 +223,14 @@ class TcpTransfer:
 
     def _end(self, reason: str) -> None:
         steps, self._steps = self._steps, None
-        if steps is not None:
-            steps.close()
-            if self._device != HOST:
-                self.peer.transport.crossing.settle(self._device)
         self.flight.close()
+        for view in self._views:
+            with contextlib.suppress(BufferError):  # a call of the kernel has it, without a socket
+                view.release()
+        if steps is not None and not self._is_inside:  # else this is a signal's handler in them
+            steps.close()
+        if steps is not None and self._device != HOST:
+            self.peer.transport.crossing.settle(self._device)
         self.peer.transport.flying.discard(self)
         if self._state == "flying":
             self._state, self._failure = "idle", reason

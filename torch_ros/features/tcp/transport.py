@@ -221,8 +221,9 @@ class TcpTransport:
 
     def register(self, regions: Sequence[Region]) -> TcpRegistration:
         self.refuse_closed()
-        registration = TcpRegistration(self, regions)
         with self.lock:
+            self.refuse_closed()
+            registration = TcpRegistration(self, regions)
             self.registrations.append(registration)
         return registration
 
@@ -270,9 +271,12 @@ class TcpTransport:
             raise TransferFailed(agent, str(error.strerror or error)) from error
         peer = TcpPeer(self, agent, sockets)
         with self.lock:
-            self._peers.add(peer)
-            self._share_out()
-        return peer
+            if not self.is_closed:
+                self._peers.add(peer)
+                self._share_out()
+                return peer
+        sockets.close()
+        raise ClosedError(f"the transport of agent {self.agent!r} is closed")
 
     def _first(self, sockets: Sockets) -> None:
         """Make the first connection. Raises: OSError: It does not answer in time."""
@@ -286,7 +290,7 @@ class TcpTransport:
 
     def _share_out(self) -> None:
         for peer in self._peers:
-            peer.sockets.peers = len(self._peers)
+            peer.sockets.share_with(len(self._peers))
 
     def leave(self, peer: TcpPeer) -> None:
         with self.lock:
@@ -304,7 +308,8 @@ class TcpTransport:
     def close(self) -> None:
         if self.is_foreign:
             return
-        self.is_closed = True
+        with self.lock:
+            self.is_closed = True
         self._server.close()
         with self.lock:
             registrations, reads = tuple(self.registrations), tuple(self.reads)
