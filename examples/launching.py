@@ -66,6 +66,7 @@ class Children:
         name, _, value = mark.partition("=")
         self._mark, self._environment = mark, {**os.environ, **environment, name: value}
         self._processes: dict[str, subprocess.Popen[str]] = {}
+        self._running: set[str] = set()  # that `wait` has not seen the end of
         self._logs: dict[str, Path] = {}
         self._listeners: list[threading.Thread] = []
         self._ended: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
@@ -91,6 +92,7 @@ class Children:
         if log:
             self._logs[name] = log
         self._processes[name] = process
+        self._running.add(name)
         listener = threading.Thread(target=self._listen, args=(name, process), daemon=True)
         watcher = threading.Thread(target=self._watch, args=(name, process), daemon=True)
         self._listeners.append(listener)
@@ -116,8 +118,7 @@ class Children:
         It also exits when nobody has printed a line for far longer than ever before in this run:
         a slow machine gets the time that it needs, and a hang ends.
         """
-        running = set(self._processes)
-        while running:
+        while running := self._running:
             try:
                 name, status = self._ended.get(timeout=LOOK_S)
             except queue.Empty:

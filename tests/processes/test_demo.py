@@ -33,6 +33,7 @@ def test_two_rollouts_follow_a_trainer(surroundings, processor):
         assert re.search(rf"{reader} +(trainer|rollout group|single rollout) +16\.3 ", output)
         assert re.search(rf"{reader} \| version 3 says 'Alice was", output)
     assert "bit for bit, what the trainer had" in output
+    assert "over NIXL, by ucx" in output
     for role in ("trainer", "rollout group", "single rollout"):
         assert f"{role} | builds the model" in output
 
