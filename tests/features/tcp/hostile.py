@@ -49,7 +49,9 @@ class Card:
 
     @classmethod
     def read(cls, connection):
-        _, *fields = msgspec.msgpack.decode(connection)
+        kind, *fields = msgspec.msgpack.decode(connection)
+        if kind != "tcp":  # a handle's, of all ways that it has
+            _, *fields = msgspec.msgpack.decode(dict(fields[0])["tcp"])
         return cls(*fields)
 
     def but(self, **changed):
