@@ -227,8 +227,7 @@ def test_many_that_are_stopped_or_dead_keep_no_other_waiting(
     with closing(Depths(crowd.kv, "policy")) as depths:
         assert look(depths) == {RANKS * TOTAL // 2}
         stopped.signal(signal.SIGSTOP)
-        # The kernel copies, on this host, also from those that are stopped, once they are known.
-        assert look(depths) == {RANKS * TOTAL // 2 if transport == "auto" else None}
+        assert look(depths) == {None}  # also on this host, where the kernel could copy
     with closing(Depths(crowd.kv, "policy")) as depths:
         assert look(depths) == {None}, "they never were"
     stopped.kill()

@@ -24,7 +24,7 @@ NOTICE_S = 10
 
 
 KINDS = ["memory", "nixl", "closed"]
-KINDS += ["shared", "cma"]  # feature shortcuts
+KINDS += ["shared", "cma", "kernel"]  # feature shortcuts
 KINDS += ["fabric"]  # feature fabrics
 # feature fabrics {
 KINDS += ["beyond"]  # feature tcp
@@ -40,15 +40,11 @@ def make(request, monkeypatch):
     """Makes a transport; closes them all in the end."""
     made = []
     # feature shortcuts {
-    if request.param in ("shared", "cma", "tcp-cma"):
-        from torch_ros.features.shortcuts import copying
+    if request.param in ("shared", "cma", "kernel", "tcp-cma"):
+        from torch_ros.features.shortcuts import copying, peer
         from torch_ros.features.shortcuts import transport as shortcuts
 
-        for module, least in (
-            (shortcuts, "LOOK_BYTES"),
-            (shortcuts, "CMA_BYTES"),
-            (copying, "SHARE_BYTES"),
-        ):
+        for module, least in ((peer, "LOOK_BYTES"), (copying, "SHARE_BYTES")):
             monkeypatch.setattr(module, least, 1)
     # } shortcuts
     if request.param == "shared":
@@ -82,6 +78,13 @@ def make(request, monkeypatch):
             made.append(
                 two_ways(*args, fabric="f" if request.param == "fabric" else str(len(made)))
             )
+        # feature shortcuts {
+        elif request.param == "kernel":
+            from features.shortcuts.steps import Refusing
+
+            made.append(shortcuts.ShortcutTransport(Refusing(), threads=2))
+            made[-1].never = 0  # here both ends are one process
+        # } shortcuts
         else:
             from torch_ros.p2p.nixl import NixlTransport
 

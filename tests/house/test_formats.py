@@ -12,7 +12,7 @@ from torch_ros.protocol.schema import SCHEMA
 
 # A bucket's files have formats of their own.
 FOLDERS = ("protocol", "weights", "codec", "p2p", "transfer", "features")
-FORMATS = {3: "0e0a9d24f1c77da2", 4: "064be31b49e6a649", 5: "f5eb33ba002a51c7"}
+FORMATS = {3: "0e0a9d24f1c77da2", 4: "064be31b49e6a649", 5: "75d1b0f83baaafc9"}
 """The digest of all classes that processes write for each other, by the format's number.
 
 A change of one of them takes a line with the next number, and `SCHEMA` is set to it. A number may

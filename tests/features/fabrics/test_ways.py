@@ -148,7 +148,8 @@ def test_a_pair_of_options_reads_by_the_way_of_the_table_or_not_at_all(ends, rea
         return
     peer = transport.connect(theirs.connection)
     peer.attach(shown.descriptor)
-    span = (content.ctypes.data, target.ctypes.data, 1024)  # too little for a copy
+    peer = getattr(peer, "base", lambda: peer)()  # nothing is copied
+    span = (content.ctypes.data, target.ctypes.data, 1024)
     read = peer.prepare(np.array([span], np.uint64))
     read.post()
     while not read.is_done():

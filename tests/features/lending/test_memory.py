@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from torch_ros.features.lending.memory import Closed, LentMemory, Loan, NotLent, NotYet
-from torch_ros.features.shortcuts import transport as shortcuts
+from torch_ros.features.shortcuts.peer import ShortcutDescriptor
 from torch_ros.features.shortcuts.transport import ShortcutTransport
 from torch_ros.memory.transport import MemoryTransport
 from torch_ros.p2p.voucher import Neighbour, Process, Unproven
@@ -178,7 +178,7 @@ def test_a_process_that_vouches_is_found(pair, registered):
     ],
 )
 def test_a_process_that_cannot_be_looked_at_is_said_to_be_so(pair, registered, changes, reason):
-    said = msgspec.msgpack.decode(registered.descriptor, type=shortcuts._Descriptor)
+    said = msgspec.msgpack.decode(registered.descriptor, type=ShortcutDescriptor)
     if "bounds" in changes:
         changes = {"bounds": said.bounds + said.bounds}
     forged = msgspec.msgpack.encode(msgspec.structs.replace(said, **changes))

@@ -49,10 +49,11 @@ class Card:
 
     @classmethod
     def read(cls, connection):
-        kind, *fields = msgspec.msgpack.decode(connection)
-        if kind != "tcp":  # a handle's, of all ways that it has
-            _, *fields = msgspec.msgpack.decode(dict(fields[0])["tcp"])
-        return cls(*fields)
+        while (fields := msgspec.msgpack.decode(connection))[0] != "tcp":
+            connection = fields[-1]  # of what stands around the transport: TCP is the last way
+            while isinstance(connection, list):
+                connection = connection[-1]
+        return cls(*fields[1:])
 
     def but(self, **changed):
         return replace(self, **changed)

@@ -5,6 +5,7 @@ source, so that a core copies at half the speed of memory. Two cores copy twice 
 """
 
 import ctypes
+import errno
 import os
 from itertools import pairwise
 
@@ -13,6 +14,9 @@ import numpy as np
 from torch_ros.spans import Spans
 
 ROWS_MAX = 1024  # of one call, by the kernel's limit
+LOOKS_MAX = 8  # at a word that changes meanwhile
+
+_Vector = ctypes.c_uint64 * 2  # an address and bytes
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _readv = getattr(_libc, "process_vm_readv", None)  # Linux with glibc or musl
@@ -37,16 +41,57 @@ def read(pid: int, spans: Spans) -> None:
     Raises: OSError: EPERM: the kernel does not allow it (ptrace); ESRCH: the process is gone;
         EFAULT: a byte is not there. Some bytes may have been copied.
     """
-    if _readv is None:
-        raise OSError("this system has no process_vm_readv")
+    if len(spans) == 1:  # as most are, and this takes a tenth of the time
+        [[source, target, size_bytes]] = spans.tolist()
+        count = _copied(pid, _Vector(target, size_bytes), 1, _Vector(source, size_bytes), 1)
+        spans = _behind(spans, count) if count < size_bytes else spans[:0]
     while len(spans):
         some = spans[:ROWS_MAX]
         here, there = np.ascontiguousarray(some[:, 1:]), np.ascontiguousarray(some[:, [0, 2]])
-        count = _readv(pid, here.ctypes.data, len(some), there.ctypes.data, len(some), 0)
-        if count <= 0:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
+        count = _copied(pid, here.ctypes.data, len(some), there.ctypes.data, len(some))
         spans = _behind(spans, count)
+
+
+def _copied(pid: int, here: object, count_here: int, there: object, count_there: int) -> int:
+    """How many bytes one call has copied; at least one. Raises: OSError: As `read`."""
+    if _readv is None:
+        raise OSError(errno.ENOSYS, "this system has no process_vm_readv")
+    count: int = _readv(pid, here, count_here, there, count_there, 0)
+    if count <= 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return count
+
+
+class Answer:
+    """A few bytes of another process, in memory of its own until they `land`.
+
+    8 aligned bytes, as of a word, are never torn, though the kernel copies bytes and promises no
+    more: one call copies them twice, one after the other, until both are the same.
+    """
+
+    def __init__(self, pid: int, source: int, target: int, size_bytes: int) -> None:
+        self._is_word = size_bytes == 8 and source % 8 == 0
+        self._pid, self._times = pid, 2 if self._is_word else 1
+        self._bytes = self._times * size_bytes
+        self._seen = (ctypes.c_ubyte * self._bytes)()
+        self._words = (ctypes.c_uint64 * (self._bytes // 8)).from_buffer(self._seen)
+        self._here = _Vector(ctypes.addressof(self._seen), self._bytes)
+        self._there = (ctypes.c_uint64 * 4)(*(source, size_bytes) * 2)
+        self._from = memoryview(self._seen).cast("B")[:size_bytes]
+        self._to = memoryview((ctypes.c_ubyte * size_bytes).from_address(target)).cast("B")
+
+    def look(self) -> bool:
+        """Return whether it is whole. Raises: OSError: As `read`."""
+        for _ in range(LOOKS_MAX):
+            if _copied(self._pid, self._here, 1, self._there, self._times) < self._bytes:
+                raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+            if not self._is_word or self._words[0] == self._words[1]:
+                return True
+        return False
+
+    def land(self) -> None:
+        self._to[:] = self._from
 
 
 def _behind(spans: Spans, count: int) -> Spans:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import os
@@ -16,15 +15,11 @@ from torch_ros.p2p import ucx
 from torch_ros.spans import Spans
 
 THREADS_MAX = 4  # a few fill the memory's channels
-
 # The least that a thread should have to copy: to start one takes some 50 us.
 SHARE_BYTES = 1 << 20
-
 # A thread that is done with its part finds another, and one without a core keeps nobody waiting.
 PARTS_PER_THREAD = 2
-
 WAIT_S = 0.005  # for a copy; meanwhile nobody looks at the clock, or after readers
-
 # To copy less takes less time than to give up the GIL, and to wait until the thread that took it
 # gives it back: up to 5 ms in Python.
 HOLD_BYTES = 256 << 10
@@ -66,10 +61,12 @@ class CopyThreads:
     def begin(self, copying: SharedCopy) -> None:
         """Have the threads do its parts, once those of all that began before it are taken."""
         if len(copying.tasks) > 1:  # a single part is left to whoever waits
-            with contextlib.suppress(RuntimeError):  # no thread to be had: who waits copies
+            copying.over = threading.Event()
+            try:
                 for _ in range(self.count):
                     self._pool.submit(copying.run)
-                copying.is_begun = True
+            except RuntimeError:  # no thread to be had: who waits copies
+                copying.over = None
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -80,15 +77,14 @@ class SharedCopy:
 
     def __init__(self, parts: Sequence[Callable[[], None]] = ()) -> None:
         self.tasks: list[_Task] = [_Task(part) for part in parts]
-        self.is_begun = False  # threads were told; else whoever waits does the parts
-        self._over = threading.Event()
+        self.over: threading.Event | None = None  # threads were told; else whoever waits copies
 
     def run(self) -> None:
         """Do all parts that no thread has taken."""
         for task in self.tasks:
             task.run()
-        if all(task.is_over for task in self.tasks):
-            self._over.set()
+        if (over := self.over) and all(task.is_over for task in self.tasks):
+            over.set()
 
     def is_done(self) -> bool:
         """Wait a little for all parts, and say whether they have been done.
@@ -97,8 +93,8 @@ class SharedCopy:
             Exception: As a part did. Others may still run.
             OSError: ECANCELED: a part was dropped.
         """
-        if self.is_begun:
-            self._over.wait(WAIT_S)
+        if self.over:
+            self.over.wait(WAIT_S)
         else:
             self.run()
         for task in self.tasks:
@@ -108,7 +104,12 @@ class SharedCopy:
 
     def drop(self) -> None:
         """Keep parts from being begun. None runs any more when this returns or raises."""
-        _drop(self.tasks)
+        try:
+            for task in self.tasks:
+                task.drop()
+        except BaseException:  # Ctrl-C: the memory may be freed after this
+            self.drop()
+            raise
 
 
 class _Task:
@@ -138,13 +139,3 @@ class _Task:
             self._is_taken = True
             if not self.is_over:
                 self.error, self.is_over = OSError(errno.ECANCELED, "it was ended"), True
-
-
-def _drop(tasks: Sequence[_Task]) -> None:
-    """Drop all, also if Ctrl-C is pressed meanwhile: the memory may be freed after this."""
-    try:
-        for task in tasks:
-            task.drop()
-    except BaseException:
-        _drop(tasks)
-        raise

@@ -1,12 +1,7 @@
-"""Memory that is a file: found in another process on the same host, and mapped from there.
-
-To the kernel, torch's shared memory, a memfd and a file in /dev/shm are all files. The kernel says
-which of them is behind which addresses: docs/protocol/nixl.md#copies.
-"""
+"""Memory that is a file, as torch's shared memory: found in another process, mapped from there."""
 
 import ctypes
 import itertools
-import logging
 import mmap
 import os
 import stat
@@ -19,18 +14,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from torch_ros.p2p.regions import Uint64s
+from torch_ros.p2p.regions import Cover, Uint64s
 from torch_ros.p2p.shared import map_file, refuse_others, unmap
 from torch_ros.p2p.voucher import Neighbour
 from torch_ros.printable import log_of
+from torch_ros.spans import HOST
 
-log: logging.Logger = log_of(__name__)
+log = log_of(__name__)
 
 # Linux gives a process 65,530 mappings, and one that has no more cannot allocate memory.
 MAPPINGS_MAX = 16_384
-
 _FOLDER = "/dev/shm/"  # noqa: S108
-
 _BLOCK_BYTES = 512  # what st_blocks counts, whatever the filesystem
 
 _libc = ctypes.CDLL(None)
@@ -121,7 +115,12 @@ class Mapping:
         self.is_open: bool = True
         fd, self._path = _open(stretch)
         try:
-            _refuse_faults(fd, stretch)
+            # A touch would kill where it is not in the file, or not to be allocated then.
+            found, end = os.fstat(fd), stretch.offset + stretch.size_bytes
+            if found.st_size <= end - mmap.PAGESIZE:
+                raise OSError(f"the file has {found.st_size} bytes, its process maps {end}")
+            if found.st_blocks * _BLOCK_BYTES < found.st_size:
+                raise OSError("the file has holes")
             self.address: int = map_file(fd, stretch.size_bytes, stretch.offset)
         finally:
             os.close(fd)
@@ -153,8 +152,9 @@ class MappedMemory:
     def _keep(self, rows: Iterable[_Row]) -> None:
         """Know these rows of registered memory, which are disjoint, and no others."""
         self.rows = sorted(rows, key=lambda row: row[0])
-        self._starts = np.array([row[0] for row in self.rows], np.uint64)
-        self._ends = np.array([row[1] for row in self.rows], np.uint64)
+        starts, ends = (np.array([row[at] for row in self.rows], np.uint64) for at in (0, 1))
+        self._cover = Cover(0, HOST, starts, ends)
+        self.covers: tuple[Cover, ...] = (self._cover,) if self.rows else ()
         shifts = [row[2].address - row[2].stretch.address for row in self.rows]
         self._shifts = np.array(shifts, np.int64).view(np.uint64)  # it wraps, and back again
 
@@ -162,18 +162,18 @@ class MappedMemory:
         self, addresses: Uint64s, sizes: Uint64s
     ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64], Uint64s]:
         """Say for each span whether it lies in one row, in which, and where its bytes are here."""
-        row = np.searchsorted(self._starts, addresses, side="right") - 1
+        row = np.searchsorted(self._cover.starts, addresses, side="right") - 1
         if not self.rows:
             return np.zeros(len(row), np.bool_), row, addresses
-        ends = self._ends[row]
+        ends = self._cover.ends[row]
         is_inside = (row >= 0) & (ends > addresses) & (ends - addresses >= sizes)
         return is_inside, row, addresses + self._shifts[row]
 
     def forget(self, starts: Uint64s, ends: Uint64s) -> None:
         """Forget rows that meet these regions, disjoint and in order: these are described anew."""
-        after = np.searchsorted(ends, self._starts, side="right")
+        after = np.searchsorted(ends, self._cover.starts, side="right")
         beyond = np.append(starts, np.uint64(2**64 - 1))[after]
-        self._keep(itertools.compress(self.rows, beyond >= self._ends))
+        self._keep(itertools.compress(self.rows, beyond >= self._cover.ends))
 
     def drop(self, gone: AbstractSet[Mapping]) -> None:
         """Leave out these mappings. The caller closes them once no copy reads them."""
@@ -197,7 +197,11 @@ class MappedMemory:
             return
         for stretch in stretches:
             try:
-                mapping = self._mapping(stretch, elsewhere)
+                if stretch not in self.mappings:
+                    if elsewhere + len(self.mappings) >= MAPPINGS_MAX:
+                        raise OSError(f"there are {MAPPINGS_MAX} mappings already")
+                    self.mappings[stretch] = Mapping(stretch)
+                mapping = self.mappings[stretch]
             except OSError as error:
                 refused.append(error)
                 continue
@@ -205,27 +209,13 @@ class MappedMemory:
             those = slice(np.searchsorted(ends, begin, side="right"), np.searchsorted(starts, end))
             for start, stop in zip(starts[those].tolist(), ends[those].tolist(), strict=True):
                 rows.append((max(start, begin), min(stop, end), mapping, of))
-        if not stretches:
-            return
         self._keep(rows)
-        mapped_mb = sum(row[1] - row[0] for row in rows) / 1e6
-        log.info("agent %s: %.0f MB of its shared memory are mapped here", agent, mapped_mb)
-        if refused:
+        if stretches:
             log.info(
-                "agent %s: %d of %d pieces of its shared memory are not mapped (%s)",
-                agent,
-                len(refused),
-                len(stretches),
-                refused[0],
+                "agent %s: %.0f MB of its shared memory are mapped here, and %d of %d pieces not%s",
+                *(agent, sum(row[1] - row[0] for row in rows) / 1e6, len(refused), len(stretches)),
+                f" ({refused[0]})" if refused else "",
             )
-
-    def _mapping(self, stretch: Stretch, elsewhere: int) -> Mapping:
-        """Return the mapping of a stretch, made if there is none. Raises OSError as `Mapping`."""
-        if stretch not in self.mappings:
-            if elsewhere + len(self.mappings) >= MAPPINGS_MAX:
-                raise OSError(f"there are {MAPPINGS_MAX} mappings already")
-            self.mappings[stretch] = Mapping(stretch)
-        return self.mappings[stretch]
 
 
 def _open(stretch: Stretch) -> tuple[int, str]:
@@ -241,12 +231,3 @@ def _open(stretch: Stretch) -> tuple[int, str]:
             finally:
                 os.close(found)
     raise FileNotFoundError(f"{', '.join(stretch.paths) or 'no path'}: not there, or another file")
-
-
-def _refuse_faults(fd: int, stretch: Stretch) -> None:
-    """Refuse memory whose touch would kill: not in the file, or not to be allocated then."""
-    found, end = os.fstat(fd), stretch.offset + stretch.size_bytes
-    if found.st_size <= end - mmap.PAGESIZE:
-        raise OSError(f"the file has {found.st_size} bytes, {end} are mapped by its process")
-    if found.st_blocks * _BLOCK_BYTES < found.st_size:
-        raise OSError("the file has holes")

@@ -11,7 +11,7 @@ from torch_ros.features.shortcuts import cma
 from torch_ros.features.shortcuts.copying import copy
 from torch_ros.features.shortcuts.mapped import Mapping as Mapped
 from torch_ros.features.shortcuts.mapped import find
-from torch_ros.features.shortcuts.transport import process_of
+from torch_ros.features.shortcuts.peer import ShortcutDescriptor
 from torch_ros.p2p import shared
 from torch_ros.p2p.voucher import Neighbour, Unproven
 
@@ -54,18 +54,15 @@ WAYS: Mapping[str, Callable[[Neighbour, Any], bool]] = {"cma": _is_read, "mapped
 def closed_to(agent: str, descriptor: bytes, address: int) -> str | None:
     """The reason for which this process cannot copy out of another one of this host; "": it can.
 
-    None: it is on another host, or copies nothing.
-
-    Args:
-        descriptor, address: Memory of that process, as it has told its peers.
+    None: it is on another host, or copies nothing. It has told its peers of `address`.
 
     Raises: TransferFailed: These bytes are not a descriptor.
     """
-    host, process = process_of(agent, descriptor)
-    if host != shared.host():
+    said = ShortcutDescriptor.decode(agent, descriptor)
+    if said.host != shared.host():
         return None
     try:
-        with contextlib.closing(Neighbour(agent, process)) as neighbour:
+        with contextlib.closing(Neighbour(agent, said.process)) as neighbour:
             neighbour.vouched()
             _read(neighbour, address, 1)
     except (OSError, Unproven) as error:
