@@ -262,6 +262,7 @@ WORDS_MAX = {
     ROOT / "docs" / "OPERATIONS.md": 6200,
     ROOT / "docs" / "PROTOCOL.md": 7400,
     **dict.fromkeys(PROTOCOL_PAGES, 1000),
+    ROOT / "docs" / "protocol" / "nixl.md": 1200,  # ways, shortcuts and vouchers
 }
 
 

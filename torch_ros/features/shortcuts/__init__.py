@@ -1,3 +1,3 @@
 """Copies straight out of the memory of processes on the same host, by several threads. Without it
-NIXL reads that memory, at half the speed; all processes of a model have it, or none.
+TCP or NIXL reads it, at half the speed; all processes of a model have it, or none.
 """

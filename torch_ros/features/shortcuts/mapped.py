@@ -80,9 +80,7 @@ def _paths(process: Neighbour, names: set[str]) -> dict[str, tuple[str, ...]]:
     A memfd, and what torch shares by default, has no name any more. No other folder is looked into:
     who may write there can put a filesystem of his own under a name.
     """
-    paths = dict[str, tuple[str, ...]]()
-    for name in names:
-        paths[name] = (name,) if name.startswith(_FOLDER) else ()
+    paths = {name: (name,) * name.startswith(_FOLDER) for name in names}
     for number in os.listdir(f"/proc/{process.process.pid}/fd") if names else ():  # noqa: PTH208
         path = f"/proc/{process.process.pid}/fd/{number}"
         with suppress(OSError):

@@ -80,9 +80,8 @@ class ShortcutDescriptor(_Said, frozen=True):
 class ShortcutTransfer:
     """A read that is copied here.
 
-    The peer has to vouch for its memory before the copy and again after it: one that has ended can
-    still be copied from. Few bytes, as of a word, are copied into memory of their own, and land
-    when the peer has vouched: they need no look before.
+    The peer vouches for its memory before the copy and again after it: one that has ended can still
+    be copied from. Few bytes, as of a word, land only when it has vouched: no look before.
     """
 
     peer: ShortcutPeer
@@ -198,8 +197,7 @@ class ShortcutPeer:
             process = transport.found(said.agent, said.host, said.process)
             self._kept.callback(process.close)
             process.vouched()
-            # A thread's line: for that of the process, the kernel sums over all threads.
-            line = f"task/{said.process.pid}/stat"
+            line = f"task/{said.process.pid}/stat"  # that of the process sums over all threads
             self._stat = os.open(line, os.O_RDONLY | os.O_CLOEXEC, dir_fd=process.folder)
             self._kept.callback(os.close, self._stat)
             self._process = process
@@ -251,6 +249,8 @@ class ShortcutPeer:
                     if self._process and self in self.transport.peers:
                         is_whole = self._trust(self._process, said, of)
                 except Unproven as error:
+                    if isinstance(error, LetGo) and said.host:  # the base is not to read it either
+                        raise TransferFailed(self.agent, str(error)) from error
                     self._refuse(error)
                 self._has_other |= not is_whole
             if is_whole:
@@ -281,20 +281,23 @@ class ShortcutPeer:
         if self.pid == 0 or not self.transport.threads.count:
             self.pid = 0
         elif len(starts):
-            self._try(pid, starts)
+            self._try(process, of, starts[[0, -1]])
             cover = Cover(next(self.transport.keys), HOST, starts, ends)
             self._covers = {cover: of} | self._covers
         return self.pid != 0
 
-    def _try(self, pid: int, starts: Uint64s) -> None:
-        """Read the first byte of each region. The first trial decides about the peer, a later one
-        about these regions. Raises: Unproven: The kernel does not allow it.
+    def _try(self, process: Neighbour, of: bytes, starts: Uint64s) -> None:
+        """Read a byte at each address; the first trial decides about the peer, a later one about
+        this memory. Raises: Unproven: The kernel does not allow it, or it was let go of.
         """
+        pid = process.process.pid
         here = np.zeros(len(starts), np.uint8)
         targets = here.ctypes.data + np.arange(len(starts), dtype=np.uint64)
         try:
             cma.read(pid, np.stack((starts, targets, np.ones_like(starts)), axis=1))
         except OSError as error:
+            if of not in process.vouched():
+                raise LetGo(f"process {pid} has let go of this memory") from error
             self.pid = self.pid or 0
             raise Unproven(f"the kernel does not read it: {error}") from error
         if self.pid is None:
@@ -310,9 +313,7 @@ class ShortcutPeer:
             if len(refused) >= REFUSED_MAX:
                 refused.clear()
             refused.add(self.agent)
-            text = (
-                "agent %s: its memory is not copied but read in another way, which is slower (%s)"
-            )
+            text = "agent %s: its memory is not copied but read in another way (%s)"
             log.warning(text, self.agent, error)
 
     def refuse_unvouched(self, digests: AbstractSet[bytes]) -> None:
@@ -333,9 +334,9 @@ class ShortcutPeer:
             raise TransferFailed(self.agent, str(error)) from error
 
     def is_running(self) -> bool:
-        """Whether its process is not stopped, nor traced: then it is no source to stay with, though
-        its memory can be read. Raises: OSError: It has ended.
-        """
+        """Whether its process is not stopped or traced. Raises: OSError: It has ended."""
+        if self._is_closed:  # the file's number may be another one's
+            raise TransferFailed(self.agent, "the connection was closed")
         line = os.pread(self._stat, STAT_BYTES, 0)
         return line[line.rfind(b")") + 2 :][:1] not in (b"T", b"t")
 

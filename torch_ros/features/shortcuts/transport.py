@@ -157,7 +157,7 @@ class ShortcutTransport:
         """The process, to look at its voucher; the caller closes it. Raises: Unproven: Why not."""
         own = self.process  # without a pid if it cannot vouch, and so cannot prove either
         if not (host and process.pid and self.is_used and own.pid):
-            raise Elsewhere('both ends need transport="auto", and a /proc of their own')
+            raise Elsewhere('both ends need transport="auto" or "tcp", and a /proc of their own')
         if host != self.host:
             raise Elsewhere("it is on another host")
         if process.namespace != own.namespace:
