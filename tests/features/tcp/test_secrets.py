@@ -56,7 +56,7 @@ def shown_of(*objects):
     found, left = {}, list(objects)
     while left:
         each = left.pop()
-        if id(each) in found or type(each).__module__.partition(".")[0] != "torch_ros":
+        if id(each) in found or not str(type(each).__module__).startswith("torch_ros"):
             continue
         if isinstance(each, Entry):  # of the store in memory, in which the card is
             continue
