@@ -2,12 +2,16 @@
 
 import ctypes
 import socket
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from torch_ros.channels.meeting import GO_ON, LATER, READ
-from torch_ros.channels.pool import Flight, wait
-from torch_ros.channels.views import at
+from torch_ros.channels.pool import SMALL_BYTES, Flight, Sockets, wait
+from torch_ros.channels.views import PieceBuffers, at
+
+MANY = 2 * SMALL_BYTES
 
 
 def test_what_can_go_on_at_once_is_not_waited_for():
@@ -29,3 +33,24 @@ def test_views_of_memory_make_no_class_of_each_size():
     views[9][:] = bytes(10)
     assert not held[:10].any()
     assert held[10] == 10
+
+
+def test_who_waits_for_a_connection_gets_one_in_turn():
+    """One that is passed over, as by each new read, would hold up all blocks behind its own."""
+    sockets = Sockets(None, (), PieceBuffers(1))
+    sockets._most = lambda: 0
+    first, second, small = (sockets.take(Flight(), size) for size in (MANY, MANY, 8))
+    assert [next(each) for each in (first, second)] == [LATER, LATER]
+    channel = SimpleNamespace(sock=socket.socket())
+    sockets._idle.append(channel)
+    assert next(second) == LATER
+    with pytest.raises(StopIteration) as got:
+        next(first)
+    assert got.value.value == (channel, True)
+    sockets._idle.append(channel)
+    with pytest.raises(StopIteration):  # few bytes do not queue
+        next(small)
+    sockets._idle.append(channel)
+    second.close()
+    assert not sockets._waiting
+    channel.sock.close()

@@ -93,6 +93,7 @@ class Sockets:
         self._card, self._routes, self._buffers = card, list(routes), buffers
         self._idle: deque[Channel] = deque()
         self._out: set[Flight] = set()  # those that have one, or dial
+        self._waiting: dict[Flight, None] = {}  # for one, in the order of their turns
         self._lock = threading.RLock()  # a signal's handler may close all
         self._is_closed = False
         self._peers = 1
@@ -103,23 +104,29 @@ class Sockets:
         return bool(self._routes) and self._routes[0].mode == wire.NEAR
 
     def take(self, flight: Flight, size_bytes: int = 0) -> Running[tuple[Channel, bool]]:
-        """A channel for this flight, and whether others have used it. Waits until there is one.
-        After an error, the caller drops the flight.
+        """A channel for this flight, and whether others have used it. Waits until there is one, in
+        turn: blocks count in order, so that one that is passed over holds up all behind it. After
+        an error, the caller drops the flight.
         """
         more = MORE_MAX if size_bytes <= SMALL_BYTES else 0
-        while True:
-            with self._lock:
-                if self._is_closed:
-                    raise ConnectionError("the connection was closed")
-                if self._idle:
-                    self._out.add(flight)
-                    channel = self._idle.pop()
-                    flight.sock = channel.sock
-                    return channel, True
-                if len(self._out) < self._most() + more:
-                    self._out.add(flight)
-                    break
-            yield LATER
+        try:
+            while True:
+                with self._lock:
+                    if self._is_closed:
+                        raise ConnectionError("the connection was closed")
+                    is_next = more > 0 or next(iter(self._waiting), flight) is flight
+                    if is_next and self._idle:
+                        self._out.add(flight)
+                        channel = self._idle.pop()
+                        flight.sock = channel.sock
+                        return channel, True
+                    if is_next and len(self._out) < self._most() + more:
+                        self._out.add(flight)
+                        break
+                    self._waiting[flight] = None
+                yield LATER
+        finally:
+            self._waiting.pop(flight, None)
         return (yield from self.dial(flight)), False
 
     def give(self, flight: Flight, channel: Channel) -> None:

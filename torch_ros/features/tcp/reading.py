@@ -70,7 +70,7 @@ class TcpTransfer:
     def _begin(self) -> None:
         self._failure, self._cause, self._has_all = "", None, False
         self._steps, self._state, self.flight.event = self._run(), "flying", GO_ON
-        self.peer.transport.flying.add(self)
+        self.peer.transport.flying[self] = None
 
     def _refused(self) -> str:
         """The reason for which it may not fly; ""."""
@@ -94,6 +94,9 @@ class TcpTransfer:
             for read in flying:
                 if not ready or read.flight in ready:
                     read.go_on(end_s)
+            for read in flying:  # the one that has waited for longest gets what is free now
+                if read.flight.event == LATER:
+                    read.go_on(0)
         with self._lock:
             self._raise_failure()
             if self._state in {"idle", "closed"}:
@@ -143,7 +146,7 @@ class TcpTransfer:
     def _take_end(self, error: Exception) -> None:
         if isinstance(error, StopIteration):
             self._state = "done" if self._has_all else "idle"
-            self.peer.transport.flying.discard(self)
+            self.peer.transport.flying.pop(self, None)
         else:
             self._end(str(getattr(error, "strerror", "") or error or type(error).__name__))
             self._cause = error
@@ -231,6 +234,6 @@ class TcpTransfer:
             steps.close()
         if steps is not None and self._device != HOST:
             self.peer.transport.crossing.settle(self._device)
-        self.peer.transport.flying.discard(self)
+        self.peer.transport.flying.pop(self, None)
         if self._state == "flying":
             self._state, self._failure = "idle", reason

@@ -193,7 +193,7 @@ class TcpTransport:
         self.table: Table = Table()
         self.registrations: list[TcpRegistration] = []
         self.reads: set[TcpTransfer] = set()
-        self.flying: set[TcpTransfer] = set()  # those in flight, maybe of many that are prepared
+        self.flying: dict[TcpTransfer, None] = {}  # those in flight, in the order of their posts
         self.keys = itertools.count()
         self.is_closed: bool = False
         self._place = place or addresses.place()
