@@ -105,7 +105,7 @@ def test_who_is_far_and_says_to_be_near_is_warned_of_once(start):
 def test_a_source_whose_device_does_not_lead_here_is_lost_and_the_error_names_the_way(start):
     small = {"tensors": 2, "elements": 1 << 10, "timeout_s": 60}
     trainer, rollout = (
-        start(name, where, {}, datacenter=where, wan_devices=[device], **small)
+        start(name, where, LIBRARY, datacenter=where, wan_devices=[device], **small)
         for name, where, device in (("trainer", "west", "lo"), ("rollout", "east", DEVICE))
     )
     for actor in (trainer, rollout):

@@ -48,7 +48,7 @@ class Actor:
         self.handle.unpublish()
 
     def replicate(self, version="latest", at_half=None, pids=None):
-        """Read a version. When half of it is there: stop this process, or kill the source."""
+        """Read a version. In its middle: stop this process, or kill the source, one of `pids`."""
         found = {}
         if at_half:
             act = threading.Thread(target=self.act_at_half, args=(at_half, pids, found))
@@ -63,19 +63,23 @@ class Actor:
         return {**found, "source": report.source, "reroutes": report.reroutes}
 
     def act_at_half(self, what, pids, found):
-        if what == "kill":  # asked for early: the other half may be read faster than etcd answers
-            self.await_blocks(1)
-            victim = self.source()
-        there = self.await_blocks(TENSORS // 2)
+        self.await_blocks(1 if pids else TENSORS // 2)
         if what == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
             return
+        for pid in pids.values():  # else all may be read sooner than etcd answers
+            os.kill(pid, signal.SIGSTOP)
+        victim = self.source()
+        there = self.await_blocks(1)
         found.update(killed=victim, killed_s=time.monotonic(), left=1 - there / TENSORS)
-        os.kill(pids[victim], signal.SIGKILL)
+        os.kill(pids.pop(victim), signal.SIGKILL)
+        for pid in pids.values():
+            os.kill(pid, signal.SIGCONT)
 
     def await_blocks(self, count):
         mailbox = self.handle._shard.mailbox
         while not count <= (there := Word.unpack(int(mailbox._word[0])).position) < ALL_BLOCKS:
+            assert there != ALL_BLOCKS, "it was over before this was seen"
             time.sleep(0.0005)
         return there
 
