@@ -640,7 +640,8 @@ def test_a_forked_child_serves_nobody_and_holds_nothing_open(source, reader):
     done(read)
     server = source._server
     ours = [*server._listeners, *(each.sock for each in server._connections.values())]
-    files = {each.fileno() for each in (*ours, *pool._sockets)} | {server._piece_fd}
+    ours += [channel.sock for channel in peer.sockets._idle]
+    files = {each.fileno() for each in ours} | {server._piece_fd}
     found = {inode(fd) for fd in files if fd >= 0}
     assert len(found) >= 4
     here, there = os.pipe()
