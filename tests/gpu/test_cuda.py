@@ -41,9 +41,9 @@ def tensors(device, fill):
     return made | {"host": torch.full((100,), fill)}
 
 
-def follow(model, endpoint, versions, results):
-    got = tensors("cuda", -1.0)
-    with torch_ros.open(model, endpoint=endpoint, replica="rollout") as rollout:
+def follow(model, endpoint, versions, results, device, options):
+    got = tensors(device, -1.0)
+    with torch_ros.open(model, endpoint=endpoint, replica="rollout", **options) as rollout:
         rollout.register(got)
         for version in versions:
             rollout.wait(lambda there, version=version: version in there, timeout_s=60)
@@ -52,16 +52,17 @@ def follow(model, endpoint, versions, results):
             results.put((version, is_right))
 
 
-def test_another_process_follows_what_kernels_write(etcd_endpoint):
+def publish_to_a_follower(endpoint, here, there, count, **options):
+    """Publish so many versions from one device to a process that follows on another one."""
     model = "m-" + uuid.uuid4().hex[:8]
     context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    versions = range(1, 6)
-    child = context.Process(target=follow, args=(model, etcd_endpoint, versions, results))
+    results, versions = context.Queue(), range(1, count + 1)
+    told = (model, endpoint, versions, results, there, options)
+    child = context.Process(target=follow, args=told)
     child.start()
-    source = tensors("cuda", 0.0)
+    source = tensors(here, 0.0)
     side = torch.cuda.Stream()
-    with torch_ros.open(model, endpoint=etcd_endpoint, replica="trainer") as trainer:
+    with torch_ros.open(model, endpoint=endpoint, replica="trainer", **options) as trainer:
         trainer.register(source)
         for version in versions:
             trainer.unpublish()
@@ -73,6 +74,10 @@ def test_another_process_follows_what_kernels_write(etcd_endpoint):
             assert results.get(timeout=60) == (version, True)
     child.join(30)
     assert child.exitcode == 0
+
+
+def test_another_process_follows_what_kernels_write(etcd_endpoint):
+    publish_to_a_follower(etcd_endpoint, "cuda", "cuda", 5)
 
 
 @pytest.mark.parametrize("endpoint", ["cuda to host", "host to cuda"])
@@ -243,42 +248,10 @@ def test_tensors_of_one_allocation_are_one_registration():
 # By sockets of our own
 
 
-def follow_by_sockets(model, endpoint, versions, device, results):
-    got = tensors(device, -1.0)
-    options = {"transport": "tcp", "listen": "127.0.0.1"}
-    with torch_ros.open(model, endpoint=endpoint, replica="rollout", **options) as rollout:
-        rollout.register(got)
-        for version in versions:
-            rollout.wait(lambda there, version=version: version in there, timeout_s=60)
-            rollout.update(version, timeout_s=60)
-            results.put((version, all(bool((t == float(version)).all()) for t in got.values())))
-
-
 @pytest.mark.parametrize(("here", "there"), [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
 def test_another_process_follows_by_sockets(etcd_endpoint, here, there):
-    model = "m-" + uuid.uuid4().hex[:8]
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    versions = range(1, 4)
-    child = context.Process(
-        target=follow_by_sockets, args=(model, etcd_endpoint, versions, there, results)
-    )
-    child.start()
-    source = tensors(here, 0.0)
-    side = torch.cuda.Stream()
     options = {"transport": "tcp", "listen": "127.0.0.1"}
-    with torch_ros.open(model, endpoint=etcd_endpoint, replica="trainer", **options) as trainer:
-        trainer.register(source)
-        for version in versions:
-            trainer.unpublish()
-            with torch.cuda.stream(side):
-                torch.cuda._sleep(50_000_000)
-                for tensor in source.values():
-                    tensor.fill_(float(version))
-            trainer.publish(version)
-            assert results.get(timeout=60) == (version, True)
-    child.join(30)
-    assert child.exitcode == 0
+    publish_to_a_follower(etcd_endpoint, here, there, 3, **options)
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "sealed"])
