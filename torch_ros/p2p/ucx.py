@@ -17,7 +17,7 @@ _WITH_GPU = "CUDA_IPC_ENABLE_GET_ZCOPY=y,RMA_PPLN_ENABLE=y"
 _GPU_DRIVER = Path("/proc/driver/nvidia")
 
 
-# What reads another process's memory by the number that its address names.
+# Ways that read another process's memory by the number that its address names.
 BY_NUMBER = frozenset({"cma", "knem", "xpmem"})
 
 _given: list[str] = []  # while `closing` hides it
@@ -36,7 +36,7 @@ def ucx_config() -> str:
 def options(
     interfaces: Sequence[str], *, is_closed: bool, has_rdma: bool
 ) -> list[tuple[dict[str, str], frozenset[str]]]:
-    """What NIXL's backend may be given, and the ways that UCX is then to do without; the first that
+    """Options for NIXL's backend, and beside each the ways that UCX does without; the first that
     works counts. All that UCX has, or TCP alone over these interfaces; or, if it is closed, what
     opens no port to other hosts: RDMA, else TCP over loopback, by which it learns of ends.
     """

@@ -104,7 +104,7 @@ def test_a_way_that_has_ended_here_is_left_for_the_other(made):
     reader.connect(source.connection).close()
 
 
-# What reads a source: rows are readers, columns sources. "": no way in common.
+# The way by which a reader (row) reads a source (column). "": they have none in common.
 NAMES = ("auto", "auto with NIXL", "tcp", "nixl", "ucx", "ucx-tcp")
 PAIRS = {
     "auto": ("tcp", "tcp", "tcp", "", "", ""),

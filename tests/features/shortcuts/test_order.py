@@ -341,7 +341,7 @@ def test_a_target_that_is_unregistered_while_its_source_is_stopped_is_not_writte
     assert source.is_untouched()
 
 
-# What the base is for
+# The base, and what it is needed for
 
 
 class Counting(MemoryTransport):

@@ -85,7 +85,7 @@ def test_what_speaks_another_language_is_shown_nothing(source, first):
 
 
 def test_nobody_is_near_who_does_not_come_by_loopback(source):
-    """Else somebody between two hosts that have the same names could read and change bytes."""
+    """Somebody between two hosts that have the same names could else read and change bytes."""
     hosts = [str(ipaddress.ip_address(address)) for address in source.card.addresses]
     if not hosts:
         pytest.skip("this host has no address but loopback")

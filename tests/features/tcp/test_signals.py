@@ -147,7 +147,7 @@ def test_sockets_are_as_few_after_interrupts(source, reader, handle):
 
 @SEALED
 def test_nothing_is_registered_or_connected_while_a_transport_closes(source, monkeypatch):
-    """What comes while it closes raises, and leaves neither memory to read nor a socket."""
+    """A call that comes while it closes raises, and leaves neither memory to read nor a socket."""
     reader, held = TcpTransport(), np.zeros(10, np.uint8)
     peer = reader.connect(source.connection)
     sockets, first = [], reader._first

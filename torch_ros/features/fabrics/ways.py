@@ -21,7 +21,7 @@ from torch_ros.spans import HOST, Region, Spans
 
 log: logging.Logger = log_of(__name__)
 
-NIXL, TCP = "nixl", "tcp"  # kinds of ways; the first one stays within a fabric
+NIXL = "nixl"  # the kind of way that stays within a fabric
 DEFAULT_FABRIC = "default"  # of processes that name none, nor a datacenter
 
 # Light in glass needs as long for 500 km there and back.

@@ -417,7 +417,7 @@ class Server:
 
 
 def _pieces(found: Found, bytes_max: int) -> Iterator[Found]:
-    """What is sent at once; sealed, it is cut as its reader cuts it."""
+    """The parts that are sent at once; sealed, they are cut as their reader cuts them."""
     for piece in wire.pieces([size for _, _, size, _ in found], bytes_max):
         parts = []
         for number, first, size in piece:
