@@ -94,6 +94,7 @@ def burst(way: str, size_mib: int, source: Child, readers: Sequence[Child]) -> C
         used_s = cpu_s() - before_s
         ask_all(readers, way, "verify", version)
         ask_all(readers, way, "let_go")
+        source.ask(way, "unpublish")  # the other way's trainer has the same tensors
         # A reader that changed its source may have read any part of it from the trainer.
         from_trainer = [t for t in took if t["source"] == "trainer" or t["reroutes"]]
         return {

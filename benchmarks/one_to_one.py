@@ -26,7 +26,6 @@ TENSORS = "NIXL by hand, a descriptor per tensor"
 ROS = "torch_ros, replicate"
 ROS_WHOLE = "torch_ros, publish and replicate"
 SMALL = "torch_ros, huge_pages=False, replicate"
-UCX = "torch_ros, transport=ucx, replicate"
 SHARED = "torch_ros, published from shared memory, publish and replicate"
 DCP = "DCP FileSystem on tmpfs, save and load"
 SAFETENSORS = "safetensors on tmpfs, save_file and load_file"
@@ -60,8 +59,6 @@ def reader(setup: Setup, count: int) -> Actors:
     return {
         "rollout": Rollout(setup, f"pair-{count}", "rollout", held, **ALONE),
         "small": Rollout(setup, f"small-{count}", "rollout", small, huge_pages=False, **ALONE),
-        # Copies with NIXL's one thread, as NIXL by hand does.
-        "ucx": Rollout(setup, f"small-{count}", "by ucx", small, transport="ucx", **ALONE),
         "sharing": Rollout(setup, f"sharing-{count}", "rollout", held, **ALONE),
         "raw": RawReader("reader", small),
         "region": RawReader("region reader", region),
@@ -87,8 +84,7 @@ class Pair:
             REGION: self._region,
             TENSORS: partial(self._into_small, lambda _: self._raw("raw")),
             ROS: self._ros,
-            SMALL: partial(self._into_small, partial(self._from_small, "small")),
-            UCX: partial(self._into_small, partial(self._from_small, "ucx")),
+            SMALL: partial(self._into_small, self._from_small),
             SHARED: self._shared,
             DCP: partial(self._into_small, lambda _: self._files("dcp")),
             SAFETENSORS: partial(self._into_small, lambda _: self._files("safetensors")),
@@ -99,8 +95,7 @@ class Pair:
         version = self._source.ask("small", "write")
         sample = move(version)
         self._reader.ask("raw", "verify", version)
-        for rollout in ("small", "ucx"):
-            self._reader.ask(rollout, "let_go")
+        self._reader.ask("small", "let_go")
         return sample
 
     def _copy(self, version: int) -> Sample:
@@ -127,9 +122,9 @@ class Pair:
         self._reader.ask("rollout", "let_go")
         return {**sample, "published_s": published_s}
 
-    def _from_small(self, rollout: str, version: int) -> Sample:
+    def _from_small(self, version: int) -> Sample:
         self._source.ask("small", "publish")
-        return self._reader.ask(rollout, "replicate", version)
+        return self._reader.ask("small", "replicate", version)
 
     def _shared(self) -> Sample:
         version = self._source.ask("sharing", "write")
@@ -163,7 +158,7 @@ def measure(setup: Setup, report: Report) -> None:
 
 def _tell(setup: Setup, report: Report, count: int, elapsed_s: dict[str, list[float]]) -> None:
     found = {case: speeds(setup.size_bytes, taken) for case, taken in elapsed_s.items()}
-    for case in (COPY, REGION, TENSORS, ROS, SMALL, UCX, ROS_WHOLE, SHARED, DCP, SAFETENSORS, GLOO):
+    for case in (COPY, REGION, TENSORS, ROS, SMALL, ROS_WHOLE, SHARED, DCP, SAFETENSORS, GLOO):
         bases = {"of NIXL by hand": TENSORS} if case != TENSORS else {}
         if case in (ROS, SMALL):
             bases["of the copy"] = COPY
