@@ -101,6 +101,12 @@ def test_the_kernel_tells_of_loopback():
     assert ("lo", plain("127.0.0.1")) in addresses.own()
 
 
+def test_a_device_that_goes_meanwhile_hides_no_other(monkeypatch):
+    there, name = addresses.own(), socket.if_indextoname
+    monkeypatch.setattr(socket, "if_indextoname", lambda index: name(1 if index == 1 else 1 << 30))
+    assert addresses.own() == [each for each in there if each[0] == "lo"]
+
+
 def test_an_address_has_one_form():
     assert plain("::ffff:127.0.0.1") == plain("127.0.0.1")
     assert plain(bytes(10) + b"\xff\xff\x0a\0\0\7") == plain("10.0.0.7")

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from torch_ros.channels import wire
+from torch_ros.channels.addresses import LOOPBACK, TcpRoute
 from torch_ros.channels.meeting import GO_ON, LATER, READ
 from torch_ros.channels.pool import SMALL_BYTES, Flight, Sockets, wait
 from torch_ros.channels.views import PieceBuffers, at
@@ -54,3 +56,16 @@ def test_who_waits_for_a_connection_gets_one_in_turn():
     second.close()
     assert not sockets._waiting
     channel.sock.close()
+
+
+def test_the_route_that_led_there_is_tried_first_from_then_on():
+    near, far, other = (
+        TcpRoute(mode, LOOPBACK, port)
+        for mode, port in ((wire.NEAR, 1), (wire.SEALED, 2), (wire.SEALED, 3))
+    )
+    sockets = Sockets(None, (near, far, other), PieceBuffers(1))
+    sockets._prefer(near)
+    assert sockets.is_near
+    sockets._prefer(other)
+    assert sockets._routes == [other, near, far]
+    assert not sockets.is_near, "what is said of the way is true of the connection"

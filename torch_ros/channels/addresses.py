@@ -123,7 +123,10 @@ def _address(body: bytes) -> tuple[str, Address] | None:
     raw = said.get(_LOCAL, said.get(_ADDRESS, b""))
     if family not in {socket.AF_INET, socket.AF_INET6} or len(raw) not in {4, 16}:
         return None
-    return socket.if_indextoname(index), plain(raw)
+    try:
+        return socket.if_indextoname(index), plain(raw)
+    except OSError:  # the device has gone meanwhile
+        return None
 
 
 def chosen(listen: Listen) -> list[Address]:

@@ -181,7 +181,7 @@ class Sockets:
         raise ConnectionError("; ".join(said) or "its card has no address for this host")
 
     def _prefer(self, route: TcpRoute) -> None:
-        if route.mode != wire.NEAR and self._routes[0] != route and not self.is_near:
+        if self._routes[0] != route:
             self._routes = [route, *(each for each in self._routes if each != route)]
 
     def _reach(self, flight: Flight, route: TcpRoute, *, is_last: bool) -> Running[Channel]:

@@ -23,11 +23,13 @@ from p2p.steps import attached, prepared, region
 
 from torch_ros.channels import addresses, pool, wire
 from torch_ros.channels.addresses import Listen, place
-from torch_ros.channels.meeting import openssl
+from torch_ros.channels.meeting import TcpIdentity, openssl
 from torch_ros.channels.pool import Flight, Sockets
 from torch_ros.channels.views import PieceBuffers
+from torch_ros.copies.crossing import cuda
 from torch_ros.errors import TransferFailed, UsageError
 from torch_ros.features.tcp import serving
+from torch_ros.features.tcp.serving import Server, Table
 from torch_ros.features.tcp.transport import TcpTransport, _answered
 from torch_ros.p2p.regions import merge
 from torch_ros.spans import HOST
@@ -525,6 +527,20 @@ def test_a_process_that_may_write_no_piece_is_told_so(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (4096, 4096))
     with pytest.raises(UsageError, match="ulimit -f"):
         TcpTransport()
+
+
+def test_a_source_that_cannot_begin_leaves_nothing_open(monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    identity, table, listener = TcpIdentity(), Table(), socket.create_server(("127.0.0.1", 0))
+    before, there = set(serving._servers), len(list(Path("/proc/self/fd").iterdir()))
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError):
+        Server("agent", identity, table, [listener], cuda())
+    assert len(list(Path("/proc/self/fd").iterdir())) == there - 1, "the listener is closed too"
+    assert listener.fileno() < 0
+    assert serving._servers == before
 
 
 # Processes

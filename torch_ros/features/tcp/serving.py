@@ -16,10 +16,10 @@ import selectors
 import socket
 import threading
 import time
-import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -59,7 +59,7 @@ LOOKS_MAX = 8  # at a word that changes meanwhile
 _NOEXEC = 0x0008  # MFD_NOEXEC_SEAL, which some systems ask for and old ones do not know
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
-_servers: weakref.WeakSet[Server] = weakref.WeakSet()
+_servers: set[Server] = set()  # no weak ones: another thread may add one while they are counted
 
 
 class Table:
@@ -105,7 +105,6 @@ class _Connection:
     steps: Steps = field(init=False)
     event: int = selectors.EVENT_READ
     is_known: bool = False  # it has knocked with the token
-    is_proven: bool = False
     is_due: bool = False  # an answer is
     is_near: bool = False  # it came by loopback
 
@@ -128,17 +127,27 @@ class Server:
         self._crossing = crossing
         self._listeners = tuple(listeners)
         self._buffers = PieceBuffers(wire.PIECE_BYTES + 64)
-        self._piece_fd, self._piece = _piece()
-        self._wakes = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._selector = selectors.DefaultSelector()
         self._connections: dict[int, _Connection] = {}
+        self._unproven: dict[_Connection, None] = {}  # those of them that have a limited time
         self._now_s = self._rests_s = self._turned_s = 0.0  # by its own clock; by the system's
         self._ends = False
         self._closing = threading.Lock()
-        self._begin()
-        self._thread = threading.Thread(target=self._run, name="torch_ros serves", daemon=True)
-        _servers.add(self)
-        self._thread.start()
+        with ExitStack() as undo:
+            for sock in listeners:
+                undo.callback(sock.close)
+            self._piece_fd, self._piece = _piece()
+            undo.callback(os.close, self._piece_fd)
+            undo.callback(self._piece.close)
+            self._wakes = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            undo.callback(os.close, self._wakes)
+            self._selector = selectors.DefaultSelector()
+            undo.callback(self._selector.close)
+            self._begin()
+            self._thread = threading.Thread(target=self._run, name="torch_ros serves", daemon=True)
+            undo.callback(_servers.discard, self)
+            _servers.add(self)
+            self._thread.start()
+            undo.pop_all()
 
     @property
     def count(self) -> int:
@@ -217,8 +226,7 @@ class Server:
         """Serve all that is ready; then end those who have been there too long without the token.
         The time that this process stood still is not theirs.
         """
-        is_timed = self._rests_s or not all(each.is_proven for each in self._connections.values())
-        found = self._selector.select(TICK_S if is_timed else None)
+        found = self._selector.select(TICK_S if self._rests_s or self._unproven else None)
         now_s = time.monotonic()
         self._now_s += min(now_s - self._turned_s, 2 * TICK_S)
         self._turned_s = now_s
@@ -227,9 +235,9 @@ class Server:
                 self._step(key.data)
             elif isinstance(key.fileobj, socket.socket):
                 self._accept(key.fileobj)
-        for each in tuple(self._connections.values()):
+        for each in tuple(self._unproven):
             limit_s = MEET_S if each.is_known else UNKNOWN_S
-            if not each.is_proven and each.since_s + limit_s < self._now_s:
+            if each.since_s + limit_s < self._now_s:
                 self._drop(each)
         if self._rests_s and self._rests_s <= self._now_s:
             self._listen()
@@ -263,13 +271,14 @@ class Server:
             sock.close()
             return
         self._connections[sock.fileno()] = new
+        self._unproven[new] = None
         self._step(new)
 
     def _make_room(self) -> None:
         """End one of those who have not shown the token, if they are too many: one of the address
         that has most, by chance, so that no flood pushes out all others.
         """
-        unknown = [each for each in self._connections.values() if not each.is_known]
+        unknown = [each for each in self._unproven if not each.is_known]
         if len(unknown) >= UNKNOWN_MAX:
             [(most, _)] = Counter(each.who for each in unknown).most_common(1)
             self._drop(random.choice([each for each in unknown if each.who == most]))  # noqa: S311
@@ -307,10 +316,11 @@ class Server:
             self._drop(one)
         else:
             one.event = event
-            if one.is_proven:
+            if one not in self._unproven:
                 one.since_s = self._now_s
 
     def _drop(self, one: _Connection) -> None:
+        self._unproven.pop(one, None)
         if self._connections.pop(one.sock.fileno(), None):
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(one.sock)
@@ -328,7 +338,7 @@ class Server:
             *(one.sock, self._identity, self._agent, self._buffers),
             lambda mode: self._has_room(one, mode),
         )
-        one.is_proven = True
+        self._unproven.pop(one)
         while True:
             one.is_due = False
             count = wire.parse_head((yield from channel.receive(wire.HEAD.size)))
