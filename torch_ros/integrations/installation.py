@@ -2,12 +2,12 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Literal, TypeVar, get_args
+from typing import Literal, get_args
 
 import torch
 
@@ -39,6 +39,7 @@ from torch_ros.integrations.landing_plan import (
 )
 from torch_ros.integrations.landings import Recording
 from torch_ros.integrations.seams import Alone, Contents, Engine, EngineRanks, Weights
+from torch_ros.integrations.together import Together
 from torch_ros.printable import log_of, some
 
 log: logging.Logger = log_of(__name__)
@@ -48,7 +49,6 @@ OnFailure = Literal["reread", "keep", "refuse"]
 NAMED_MAX = 8  # names in a message
 TOLD_S = 30.0  # for all ranks to say that an engine has no version any more
 Versions = torch_ros.ShardHandle | BucketVersions
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,12 +215,11 @@ class Installer:
         """The version that the engine has; None: none, or nobody knows."""
         self.report: InstallReport | None = None
         """The report of the last install that ended well."""
-        self._engine, self._peers = engine, peers or Alone()
+        self._engine, self._all = engine, Together(handle.rank, peers or Alone(), teller)
         self._recorded: _Recorded | None = None
         self._laid: _Laid | None = None
         self._uid = ""  # of `active`
         self._has_written = False  # perhaps, since the last install began
-        self._failed: int | None = None  # the rank of the last error, in its own words
 
     def install(self, version: int | str, timeout_s: float) -> InstallReport:
         """Bring a version into the engine of all ranks. Collective; all raise if one does.
@@ -244,26 +243,26 @@ class Installer:
             is_first = self.handle.rank == 0
             return self.handle.contents(version, timeout_s=timeout_s) if is_first else None
 
-        found = self._together(find)
-        number, uid = self._peers.gather((found.version, found.uid) if found else (0, ""))[0]
+        found = self._all.step(find)
+        number, uid = self._all.gather((found.version, found.uid) if found else (0, ""))[0]
         is_served = self.active == self.handle.version == number  # and nobody writes to it
         mine = (self.active, is_served and uid == self._uid)
-        active, serve = zip(*self._peers.gather(mine), strict=True)
+        active, serve = zip(*self._all.gather(mine), strict=True)
         if self.report and all(serve):
             return self.report
         before, kept = self.active if len(set(active)) == 1 else None, dict[str, torch.Tensor]()
         self.active, self._has_written = None, False
 
         def bring() -> InstallReport:
-            look = self._together(lambda: self._look(number, watch, found, uid))
+            look = self._all.step(lambda: self._look(number, watch, found, uid))
             self._require_places(number, look)
             if self.options.on_failure == "keep":
-                kept.update(self._together(lambda: _copy(self._engine.state())))
+                kept.update(self._all.step(lambda: _copy(self._engine.state())))
             extent = self._extent(look)
             return self._write(number, look, extent, watch)
 
         try:
-            report = self._told(number, watch.left_s, bring)
+            report = self._all.told(number, watch.left_s, bring)
         except Exception:
             if before is not None:
                 self._bring_back(before, kept, timeout_s)
@@ -296,44 +295,6 @@ class Installer:
         except TorchRosError as error:
             if error is not told and not isinstance(error, InstallRejected):
                 log.warning("others take the engine to have version %d: %s", before, error)
-
-    def _told(self, version: int, timeout_s: float, step: Callable[[], T]) -> T:
-        """A step of all ranks, as an install that others are told of, if the handle does so."""
-        if (teller := self._teller) is None:
-            return step()
-        block = teller.installing(version, timeout_s=timeout_s)
-        left = ExitStack()
-        try:
-            self._together(lambda: left.enter_context(block))
-            found = step()
-        except Exception as error:
-            is_mine = self._failed in (None, self.handle.rank)
-            rank, reason = self._failed or 0, f"{type(error).__name__}: {error}"
-            told = error if is_mine else CallAborted(teller.replica, 0, rank, reason)
-            with suppress(InstallRejected):
-                left.__exit__(type(told), told, None)
-            raise
-        self._together(left.close)
-        return found
-
-    # Ranks
-
-    def _together(self, step: Callable[[], T]) -> T:
-        """A step that all ranks take, or none: they raise the error of the lowest that has one."""
-        found: list[T] = []
-        failed: Exception | None = None
-        try:
-            found.append(step())
-        except Exception as error:  # noqa: BLE001  # raised below, on all ranks
-            is_plain = isinstance(error, TorchRosError)
-            failed = error if is_plain else RuntimeError(f"{type(error).__name__}: {error}")
-            failed.__cause__ = None if is_plain else error
-        self._failed = None
-        for rank, each in enumerate(self._peers.gather(failed)):
-            if each is not None:
-                self._failed = rank if failed is None else self.handle.rank
-                raise failed or each
-        return found[0]
 
     # Before
 
@@ -406,7 +367,7 @@ class Installer:
 
     def _require_places(self, version: int, recorded: _Recorded) -> None:
         """Refuse a version with elements that land on no rank. All ranks call this, and raise."""
-        if all(self._peers.gather(recorded.is_whole)):
+        if all(self._all.gather(recorded.is_whole)):
             return
         options, engine = self.options, self._engine
         mine = {
@@ -414,7 +375,7 @@ class Installer:
             for fqn, boxes in recorded.recording.partial.items()
             if not options.ignores(fqn) and not engine.may_lack(fqn)
         }
-        lost = homeless(recorded.contents, self._peers.gather(mine))
+        lost = homeless(recorded.contents, self._all.gather(mine))
         if lost:
             reasons = recorded.recording.staged
             shapes = {fqn: list(recorded.contents[fqn][1]) for fqn in lost}
@@ -446,15 +407,15 @@ class Installer:
         plan = look.plan
         whole = not plan.staged and len(plan.direct) == len(look.contents)
         mine = (bool(plan.direct), whole, bool(plan.staged), bool(plan.provable))
-        direct, every, staged, provable = zip(*self._peers.gather(mine), strict=True)
+        direct, every, staged, provable = zip(*self._all.gather(mine), strict=True)
         return _Extent(any(direct), all(every), any(staged), any(provable))
 
     # Writing
 
     def _write(self, version: int, look: _Recorded, extent: _Extent, watch: Laps) -> InstallReport:
         """Read, load, and offer. All ranks call this, and all raise if one fails."""
-        self._together(lambda: self._read(version, look.plan, extent, watch))
-        return self._together(lambda: self._load(version, look, extent, watch))
+        self._all.step(lambda: self._read(version, look.plan, extent, watch))
+        return self._all.step(lambda: self._load(version, look, extent, watch))
 
     def _read(self, version: int, plan: LandingPlan, extent: _Extent, watch: Laps) -> None:
         if extent.is_direct:
@@ -537,21 +498,21 @@ class Installer:
     def _bring_back(self, version: int, kept: Mapping[str, torch.Tensor], timeout_s: float) -> None:
         """Give the engine the version that it had; after an error it has none, or still that."""
         is_there = self.handle.version == version or not self._has_written
-        is_intact = all(self._peers.gather(is_there))  # it failed before the first byte
+        is_intact = all(self._all.gather(is_there))  # it failed before the first byte
         if self.options.on_failure == "refuse" and not is_intact:
             return
         watch = Laps(time.perf_counter() + timeout_s)
 
         def bring() -> None:
             if kept and not is_intact:
-                self._together(lambda: self._put_back(kept))
+                self._all.step(lambda: self._put_back(kept))
             elif not is_intact:
-                look = self._together(lambda: self._look(version, watch))
+                look = self._all.step(lambda: self._look(version, watch))
                 extent = self._extent(look)
                 self._write(version, look, extent, watch)
 
         try:
-            self._told(version, watch.left_s, bring)
+            self._all.told(version, watch.left_s, bring)
         except Exception:
             if is_intact:  # as when another engine has taken its name
                 self.active = version
