@@ -1,8 +1,10 @@
 """Versions get into engines, in place and by their loaders; what cannot be is refused before."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from torch_ros.errors import (
     UsageError,
     VersionNotFound,
 )
-from torch_ros.integrations import landing_plan
+from torch_ros.integrations import installation, landing_plan
 from torch_ros.integrations.installation import Installer, InstallOptions
 from torch_ros.integrations.landing_plan import Obstacle, has_nan, state_of
 from torch_ros.integrations.recording import record
@@ -655,6 +657,71 @@ def test_a_failure_after_the_first_byte(opened, trainer, on_failure):
     assert installer.active == 3
 
 
+# -- failures in a row
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock of installers, which goes on by hand: `clock.now_s += 1`."""
+    clock = SimpleNamespace(now_s=0.0, perf_counter=time.perf_counter)
+    clock.monotonic = lambda: clock.now_s
+    monkeypatch.setattr(installation, "time", clock)
+    return clock
+
+
+def fail(installer, version):
+    with pytest.raises((TorchRosError, RuntimeError), match="gives up"):
+        installer.install(version, 20)
+
+
+def test_a_content_that_fails_again_and_again_is_refused_for_a_while(
+    opened, trainer, clock, caplog
+):
+    engine = Fused()
+    installer = installer_of(opened(), engine, direct="never")
+    loads, engine.raises = installer._engine.loads, "out"
+    trainer.publish(1)
+    for _ in range(3):
+        fail(installer, 1)
+    assert len(loads) == 3
+    for clock.now_s, tried in ((0.9, 3), (1.0, 4), (2.9, 4), (3.0, 5)):
+        fail(installer, 1)
+        assert len(loads) == tried
+    warned = [one for one in caplog.messages if "has failed 3 times in a row" in one]
+    assert len(warned) == 1
+    assert "version 1 of model 'm'" in warned[0]
+    assert "the loader gives up" in warned[0]
+
+
+def test_another_content_is_tried_at_once_after_failures_in_a_row(opened, trainer, clock):
+    engine = Fused()
+    installer = installer_of(opened(), engine, direct="never")
+    engine.raises = "out"
+    trainer.publish(1)
+    for _ in range(4):
+        fail(installer, 1)
+    engine.raises = None
+    published = trainer.publish(2)
+    installer.install("latest", 20)
+    assert engine.has(published)
+    assert len(installer._engine.loads) == 4
+
+
+def test_a_version_that_got_in_ends_the_row(opened, trainer, clock):
+    engine = Fused()
+    installer = installer_of(opened(), engine, direct="never")
+    published = trainer.publish(1)
+    for raises in ("out", "out", None, "out", "out"):
+        engine.raises = raises
+        if raises:
+            fail(installer, 1)
+        else:
+            installer.install(1, 20)
+    engine.raises = None
+    installer.install(1, 20)
+    assert engine.has(published)
+
+
 # -- others write to it
 
 
@@ -796,3 +863,18 @@ def test_a_rank_that_fails_in_the_middle_fails_all(pair, trainer):
     each(lambda rank: installers[rank].install("latest", 30))
     assert all(engine.has(third) for engine in engines)
     assert not engines[0].has(first)
+
+
+def test_all_ranks_refuse_a_content_that_one_of_them_cannot_load(pair, trainer, clock):
+    engines, toys, installers, each = pair
+    for toy in toys:
+        toy.stands_in_the_way = {"out.weight": Obstacle("packed")}
+    trainer.publish(1)
+    engines[1].raises = "out"
+    for loads in (1, 2, 3, 3):
+        each(lambda rank: fail(installers[rank], 1))
+        assert [len(toy.loads) for toy in toys] == [loads, loads]
+    engines[1].raises = None
+    clock.now_s = 1
+    each(lambda rank: installers[rank].install(1, 30))
+    assert {installer.active for installer in installers} == {1}

@@ -40,6 +40,7 @@ from torch_ros.integrations.landing_plan import (
 from torch_ros.integrations.landings import Recording
 from torch_ros.integrations.seams import Alone, Contents, Engine, EngineRanks, Weights
 from torch_ros.integrations.together import Together
+from torch_ros.integrations.tries import FIRST_S, IN_A_ROW, LONGEST_S, Tries
 from torch_ros.printable import log_of, some
 
 log: logging.Logger = log_of(__name__)
@@ -220,13 +221,15 @@ class Installer:
         self._laid: _Laid | None = None
         self._uid = ""  # of `active`
         self._has_written = False  # perhaps, since the last install began
+        self._tries = Tries()  # rank 0's decide
 
     def install(self, version: int | str, timeout_s: float) -> InstallReport:
         """Bring a version into the engine of all ranks. Collective; all raise if one does.
 
         All that can be refused is refused on all ranks before the first byte is written on any.
         After an error, `active` is what the engine has. Nothing is read if the engine has this
-        version, and is a source of it.
+        version, and is a source of it. A content that failed three times in a row is refused with
+        its last error for 1 s, and after each further failure for twice as long, up to 60 s.
 
         Args:
             version: As for `replicate`.
@@ -240,8 +243,12 @@ class Installer:
         watch = Laps(time.perf_counter() + timeout_s)
 
         def find() -> torch_ros.Contents | None:  # rank 0: another may know of a newer one
-            is_first = self.handle.rank == 0
-            return self.handle.contents(version, timeout_s=timeout_s) if is_first else None
+            if self.handle.rank != 0:
+                return None
+            found = self.handle.contents(version, timeout_s=timeout_s)
+            if (refusal := self._tries.refusal(found.uid, time.monotonic())) is not None:
+                raise refusal.with_traceback(None)
+            return found
 
         found = self._all.step(find)
         number, uid = self._all.gather((found.version, found.uid) if found else (0, ""))[0]
@@ -263,11 +270,12 @@ class Installer:
 
         try:
             report = self._all.told(number, watch.left_s, bring)
-        except Exception:
+        except Exception as error:
             if before is not None:
                 self._bring_back(before, kept, timeout_s)
+            self._note(number, uid, error)
             raise
-        self.active, self._uid, self.report = number, uid, report
+        self.active, self._uid, self.report, self._tries = number, uid, report, Tries()
         return report
 
     @property
@@ -494,6 +502,23 @@ class Installer:
         look.proven |= named_alike(tried, state) - left
 
     # After a failure
+
+    def _note(self, version: int, uid: str, error: Exception) -> None:
+        """Count a failure; a warning says once that the next tries come later."""
+        before, self._tries = self._tries, self._tries.failed(uid, error, time.monotonic())
+        if self.handle.rank == 0 and self._tries is not before and self._tries.is_told():
+            log.warning(
+                "version %d of model %r has failed %d times in a row, now with %s: %s; the same "
+                "is tried again after %g s, and later ever more rarely, up to %g s; publish "
+                "another version, which is tried at once",
+                version,
+                self.handle.model,
+                IN_A_ROW,
+                type(error).__name__,
+                error,
+                FIRST_S,
+                LONGEST_S,
+            )
 
     def _bring_back(self, version: int, kept: Mapping[str, torch.Tensor], timeout_s: float) -> None:
         """Give the engine the version that it had; after an error it has none, or still that."""
