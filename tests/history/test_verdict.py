@@ -60,8 +60,10 @@ T, R1, R20, R21, R3 = ("trainer", 0), ("r1", 0), ("r2", 0), ("r2", 1), ("r3", 0)
 
 def followed(history):
     """A trainer publishes 1 and 2, r1 follows."""
-    history.call(T, "publish 1", 0, 1, version=1).call(R1, "update", 2, 3, answer=True, version=1)
-    history.call(T, "unpublish", 4, 5).call(T, "publish 2", 5, 6, version=2)
+    history.call(T, "publish 1", 0, 1, answer=True, version=1).call(
+        R1, "update", 2, 3, answer=True, version=1
+    )
+    history.call(T, "unpublish", 4, 5).call(T, "publish 2", 5, 6, answer=True, version=2)
     history.call(T, "wait", 30, 31, version=2)
     return history.call(R1, "update", 7, 8, answer=True, version=2)
 
@@ -145,8 +147,13 @@ def test_a_version_that_is_not_there_though_a_holder_lives_is_blamed(history):
     assert "lost: version 2" in wrong[0]
 
 
+def test_a_version_that_is_held_and_not_offered_yet_is_not_missed(history):
+    history.call(T, "publish 1", 0, 1, answer=False, version=1).call(T, "wait", 30, 31, version=1)
+    assert history.judged(sights=[sight(9)]) == []
+
+
 def test_a_version_goes_with_its_last_holder(history):
-    history.call(T, "publish 1", 0, 1, version=1).call(T, "wait", 30, 31, version=1)
+    history.call(T, "publish 1", 0, 1, answer=True, version=1).call(T, "wait", 30, 31, version=1)
     sights = [sight(9)]
     assert "lost: version 1" in history.judged(sights=sights)[0]
     assert history.judged([strike("kill", "trainer/0", 8, 9)], sights=sights) == []

@@ -203,9 +203,10 @@ def certain_holds(lives: Iterable[Life], strikes: Sequence[dict]) -> Iterator[Ho
     for life in lives:
         found = by_rank.setdefault((life.who, life.rank), [])
         for i, call in enumerate(life.calls):
+            # A publish or an update that answers False offers nothing yet, or found nothing.
             is_brought = call.version is not None and (
-                call.call.startswith(("publish", "replicate"))
-                or (call.call == "update" and call.answer is True)
+                call.call.startswith("replicate")
+                or (call.call.startswith(("publish", "update")) and call.answer is True)
             )
             if is_brought and not call.error:
                 end = next((c.begin for c in life.calls[i + 1 :] if _may_give_up(c)), life.last)
