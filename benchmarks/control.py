@@ -128,9 +128,7 @@ def at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def end(call: GroupCall) -> None:
-    with call.ending():
-        if call.finish(LAYOUT):
-            call.complete(Outcome(said=LAYOUT))
+    call.finish(LAYOUT, lambda _: call.complete(Outcome(said=LAYOUT)))
 
 
 def publish(group: Group, version: int) -> VersionRef:
