@@ -1,6 +1,7 @@
 """`handle.reports`: what this rank did, how long each part took, and which way the bytes came."""
 
 import logging
+import socket
 import threading
 
 import pytest
@@ -11,7 +12,7 @@ from torch_ros import DrainReport, PublishReport, ReadReport
 from torch_ros.deadline import wall_ms
 from torch_ros.errors import TorchRosError
 from torch_ros.protocol import membership
-from torch_ros.shard import publishing
+from torch_ros.shard import publishing, replication
 from torch_ros.shard.replication import Replication
 from torch_ros.shard.report import REPORTS_KEPT, Reports
 from torch_ros.store.loops import Wait
@@ -79,6 +80,19 @@ def test_the_ways_of_all_bytes_that_were_read_are_told(opened):
     ways = {"tcp, plain"} if is_real else ways  # feature tcp
     ways = {"cma"} if is_real else ways  # feature shortcuts
     assert set(read.ways) == ways, read.ways
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_slow_read_within_a_host_alone_is_warned_of(opened, monkeypatch, caplog, is_here):
+    monkeypatch.setattr(replication, "SLOW_BYTES", 0)
+    monkeypatch.setattr(replication, "SLOW_BYTES_PER_S", float("inf"))
+    trainer, rollout = opened("trainer"), opened("rollout")
+    published(trainer, 1, size=1000)
+    if not is_here:
+        monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+    replicated(rollout)
+    told = "GB/s from a source on this host is slow: the kernel copies if both have transport="
+    assert (told in caplog.text) == is_here
 
 
 @pytest.mark.parametrize("endpoint", ["memory"], indirect=True)

@@ -404,9 +404,9 @@ class Replication:
         speed = report.bytes_read / max(watch.stages_s["read"], 1e-9)
         if self._should_be_fast and report.bytes_read > SLOW_BYTES and speed < SLOW_BYTES_PER_S:
             log.warning(
-                "%.2f GB/s from a source on this host is slow: transport='ucx-tcp' and a UCX_TLS "
-                "without cma are; cma needs one user for both processes and "
-                "kernel.yama.ptrace_scope=0; UCX_LOG_LEVEL=info says what UCX chose",
+                "%.2f GB/s from a source on this host is slow: the kernel copies if both have "
+                "transport='auto' or 'tcp', UCX_TLS unset or with cma, one user and one pid "
+                "namespace, and kernel.yama.ptrace_scope is 0",
                 speed / 1e9,
             )
 
