@@ -18,13 +18,14 @@ class Devices:
         opened: The devices.
         pinned: Addresses and sizes, with the thread that asked.
         calls: How many copies each thread has asked for.
+        kept: Memory that lasts as long as they do, because peers read or write it.
         before: Called with "out" or "into", the parts, and before each copy.
     """
 
     def __init__(self):
         self.opened, self.pinned, self.settled, self.calls = [], [], [], []
         self.before = lambda way, parts: None
-        self._held = []
+        self.kept, self._held = [], []
 
     def region(self, device, array):
         """Memory of the device, which is seen as `array` on the host."""

@@ -53,6 +53,7 @@ def reader(near):
 
 
 def on(devices, device, array):
+    devices.kept.append(array)
     return region(array) if device == HOST else devices.region(device, array)
 
 
