@@ -288,7 +288,9 @@ def test_a_read_that_is_closed_in_the_middle_leaves_the_device_alone(source, rea
 
 @SEALED
 @pytest.mark.parametrize("ends", ["read", "target", "transport"])
-def test_no_byte_is_on_its_way_to_a_device_when_its_read_has_ended(source, reader, far, near, ends):
+def test_no_byte_is_on_its_way_to_a_device_when_its_read_has_ended(
+    source, reader, far, near, pool, ends
+):
     held = bytes_of(8 << 20)
     read, target, _, landing = copied(source, reader, far, near, held)
     copies, goes_on = threading.Event(), threading.Event()
@@ -299,27 +301,24 @@ def test_no_byte_is_on_its_way_to_a_device_when_its_read_has_ended(source, reade
 
     near.before = wait
 
-    def receive():
-        with pytest.raises(Exception, match=r"closed|unregistered"):
-            done(read)
+    def make_one_copy():
+        read.post()
+        while not copies.is_set():
+            read.is_done()
 
-    receives = threading.Thread(target=receive)
-    receives.start()
+    receives = pool.submit(make_one_copy)
     assert copies.wait(DEADLINE_S)
-    closes = threading.Thread(
-        target={"read": read, "target": landing, "transport": reader}[ends].close
-    )
-    closes.start()
-    closes.join(0.2)
-    assert closes.is_alive()
+    closes = pool.submit({"read": read, "target": landing, "transport": reader}[ends].close)
+    with pytest.raises(TimeoutError):
+        closes.result(0.2)
     goes_on.set()
-    closes.join(DEADLINE_S)
+    closes.result(DEADLINE_S)
     seen, count = target.copy(), len(near.calls)
-    receives.join(DEADLINE_S)
-    assert not closes.is_alive()
-    assert not receives.is_alive()
+    with pytest.raises(Exception, match=r"closed|unregistered"):
+        receives.result(DEADLINE_S)  # raises if it looks at the read once more after its copy
+        read.is_done()
     assert (target == seen).all()
-    assert len(near.calls) == count
+    assert len(near.calls) == count == 1
 
 
 @SEALED
