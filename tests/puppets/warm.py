@@ -20,6 +20,8 @@ import sys
 import types
 from pathlib import Path
 
+import cryptography.hazmat.primitives.asymmetric.ec
+import cryptography.x509  # noqa: F401  # a tenth of a second
 import numpy as np  # noqa: F401
 import torch
 import torch.distributed.checkpoint
