@@ -28,6 +28,9 @@ def _done(value: Any) -> Future[Any]:
 class IdleWriter(ROSWriter):
     """Publishes nothing. Plans stay on their rank, as with a ROSWriter."""
 
+    def storage_meta(self) -> None:
+        """Begins no call of the group, which nothing would end."""
+
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
 
