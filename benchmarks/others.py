@@ -1,5 +1,6 @@
 """Those who move the same weights in other ways, and how fast the machine is at all."""
 
+import os
 import socket
 import ssl
 import threading
@@ -104,7 +105,7 @@ class RawReader:
 
 
 def _agent(name: str, *, tcp_only: bool) -> Any:
-    # Here, because torch_ros says how loud it may be before it loads it.
+    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # read as it is loaded
     from nixl import nixl_agent, nixl_agent_config  # noqa: PLC0415
 
     agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[]))
