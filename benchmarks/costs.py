@@ -148,7 +148,9 @@ def serve(way: TransportName) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--transport", choices=("auto", "ucx", "ucx-tcp"), default="auto")
+    parser.add_argument(
+        "--transport", choices=("auto", "tcp", "nixl", "ucx", "ucx-tcp"), default="auto"
+    )
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--serve", action="store_true", help="be what another process reads from")
     parser.add_argument("--from", dest="origin", help="what --serve printed")
