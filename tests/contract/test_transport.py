@@ -1,5 +1,6 @@
 """What every transport promises: the one in memory, NIXL over UCX, and copies of shared memory."""
 
+import fcntl
 import mmap
 import os
 import sys
@@ -138,8 +139,9 @@ def random_bytes(size, seed=0):
 
 
 def random_shared_bytes(size, seed=0):
-    fd = os.memfd_create("test")
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     os.posix_fallocate(fd, 0, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     memory = np.frombuffer(mmap.mmap(fd, size), np.uint8)  # which keeps the file open
     os.close(fd)
     memory[:] = np.random.default_rng(seed).integers(0, 256, size, np.uint8)

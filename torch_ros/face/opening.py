@@ -208,7 +208,7 @@ def open(  # noqa: A001  # the paper's name for it, used as torch_ros.open
         relay: While this replica reads a version, others may read from it the part that is there.
         transport: How weights are read, from replicas that have a way in common. "auto": "memory"
             for a store in memory; else host memory of sources on this host is copied, by up to four
-            threads: mapped if it is shared (`Tensor.share_memory_`), else by the kernel; all else
+            threads: mapped if it is a buffer of a copy or a lent one, else by the kernel; all else
             comes over "tcp", or, where both ends have RDMA or a GPU that leads from one to the
             other, by "nixl". "tcp": sockets of torch_ros's own, encrypted beyond a host, by which
             nothing is reached but what is registered; on a host memory is copied as with "auto".

@@ -1,6 +1,7 @@
 """Memory that is a file, which other processes on the same host can map."""
 
 import ctypes
+import fcntl
 import mmap
 import os
 import weakref
@@ -15,14 +16,7 @@ _TMPFS = 0x01021994  # by the kernel's magic.h
 # would use up what a process has.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-)
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.fstatfs.argtypes = (ctypes.c_int, ctypes.c_void_p)
 _FAILED = ctypes.c_void_p(-1).value
@@ -38,9 +32,10 @@ def allocate(size_bytes: int) -> mmap.mmap:
 
     Raises: OSError: There is not as much.
     """
-    fd = os.memfd_create("torch_ros", os.MFD_CLOEXEC)
+    fd = os.memfd_create("torch_ros", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, size_bytes)  # now, or whoever touches it first may be killed
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # or whoever maps it may be killed
         return mmap.mmap(fd, size_bytes)
     finally:
         os.close(fd)

@@ -36,14 +36,21 @@ PAGE = mmap.PAGESIZE
 class File:
     """Shared memory with random content, and the number under which this process has it open."""
 
-    def __init__(self, seed=0, size=SIZE, path=None):
-        flags = os.O_RDWR | os.O_CREAT
-        self.fd = os.memfd_create("test") if path is None else os.open(path, flags)
+    def __init__(self, seed=0, size=SIZE, path=None, *, is_sealed=True):
+        if path is None:
+            self.fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+        else:
+            self.fd = os.open(path, os.O_RDWR | os.O_CREAT)
         os.posix_fallocate(self.fd, 0, size)
+        if is_sealed:
+            self.seal()
         # Python's mmap would keep another descriptor open.
         self.address = map_file(self.fd, size)
         self.memory = array_at(self.address, size)
         self.memory[:] = random_bytes(seed, size)
+
+    def seal(self):
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
 
     @property
     def uses(self):
@@ -151,25 +158,11 @@ def test_a_part_of_a_file_that_is_mapped_elsewhere_in_it_is_found(pair):
     assert arrives(read, targets, file.memory[SIZE + 100 : 2 * SIZE - 100])
 
 
-def test_a_file_with_a_name_is_found_when_it_is_no_longer_open(pair):
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # on tmpfs
-        file = File(path=f"{folder}/weights of a model")
-        os.close(file.fd)
+@pytest.mark.parametrize("folder", [None, "/dev/shm"])  # the second is on tmpfs
+def test_a_file_with_a_name_is_left_to_the_base(pair, tmp_path, folder):
+    with tempfile.TemporaryDirectory(dir=folder or tmp_path) as made:
+        file = File(path=f"{made}/memfd:weights", is_sealed=False)
         read, targets = prepared(pair[1], attached(*pair, file.memory)[0], file.memory)
-    assert copied(read) == SIZE
-    assert arrives(read, targets, file.memory)
-
-
-def test_a_file_on_a_disk_is_left_to_the_base(pair, tmp_path):
-    file = File(path=tmp_path / "weights of a model")
-    with open(file.fd, "rb", closefd=False) as opened:
-        try:
-            fcntl.fcntl(opened, fcntl.F_GET_SEALS)
-        except OSError:
-            pass
-        else:
-            pytest.skip("temporary files are on tmpfs here")
-    read, targets = prepared(pair[1], attached(*pair, file.memory)[0], file.memory)
     assert copied(read) == 0
     assert arrives(read, targets, file.memory)
 
@@ -193,6 +186,11 @@ def no_file(file):
 
 def shorter_file(file):
     os.ftruncate(file.fd, SIZE - PAGE)
+    file.seal()
+
+
+def file_that_may_become_shorter(file):
+    fcntl.fcntl(file.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
 
 
 def file_with_holes(file):
@@ -200,6 +198,7 @@ def file_with_holes(file):
     fallocate = ctypes.CDLL(None).fallocate
     fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
     assert fallocate(file.fd, keep | punch, SIZE - PAGE, PAGE) == 0
+    file.seal()
 
 
 def a_pipe_instead(file):
@@ -212,13 +211,14 @@ def a_pipe_instead(file):
         (other_file, "another file"),
         (no_file, "not there"),
         (shorter_file, f"has {SIZE - PAGE} bytes"),
+        (file_that_may_become_shorter, "may be cut short"),
         (file_with_holes, "holes"),
         (a_pipe_instead, "not there"),
     ],
 )
 def test_what_cannot_be_mapped_is_left_to_the_base(pair, caplog, spoil, reason):
     caplog.set_level(logging.INFO)
-    file = File()
+    file = File(is_sealed=False)
     registration = pair[0].register([region(file.memory)])
     spoil(file)
     peer = pair[1].connect(pair[0].connection)
@@ -414,12 +414,15 @@ def test_a_forked_child_has_no_mapping_and_cannot_read(pair):
     assert arrives(read, targets, file.memory)
 
 
-# Has tensors of torch full of 7, shared in torch's two ways, or not.
+# Has tensors of torch full of 7, as of a copy, shared in torch's two ways, or not.
 SOURCE = """
 import torch
 from torch_ros.features.shortcuts.transport import ShortcutTransport
+from torch_ros.p2p import shared
 memory = torch.full((int(sys.argv[2]),), 7, dtype=torch.uint8)
-if sys.argv[1] != "not shared":
+if sys.argv[1] == "copy":
+    memory = torch.frombuffer(shared.allocate(memory.numel()), dtype=torch.uint8).fill_(7)
+elif sys.argv[1] != "not shared":
     torch.multiprocessing.set_sharing_strategy(sys.argv[1])
     memory.share_memory_()
 word = np.zeros(1, np.uint64)
@@ -445,6 +448,7 @@ class Remote:
         reader.register([region(self.target), region(self.word)])
         self.peer = reader.connect(bytes.fromhex(connection))
         self.peer.attach(bytes.fromhex(descriptor))
+        self.inodes = {each.file[1] for each in self.peer.mapped.mappings}
         self.read, self.ask = (
             self.peer.prepare(np.array([(int(at), to.ctypes.data, to.nbytes)], np.uint64))
             for at, to in ((address, self.target), (word_address, self.word))
@@ -465,31 +469,38 @@ def reader():
     transport.close()
 
 
-def mapped_of(process):
+def mapped_of(remote):
     """How many files of that process are mapped here."""
-    return sum(f"torch_{process.process.pid}_" in line for line in maps())
+    return sum(int(line.split()[4]) in remote.inodes for line in maps())
 
 
-@pytest.mark.parametrize("strategy", ["file_descriptor", "file_system", "not shared"])
-def test_tensors_are_copied_from_another_process(spawn, reader, strategy):
-    source = spawn(SOURCE, strategy, SIZE)
+@pytest.mark.parametrize(
+    ("strategy", "way"),
+    [
+        ("copy", "mapped"),
+        *((each, "cma") for each in ("file_descriptor", "file_system", "private")),
+    ],
+)
+def test_tensors_are_copied_from_another_process(spawn, reader, strategy, way):
+    """Torch's files may be cut short, and would then end who has them mapped."""
+    source = spawn(SOURCE, strategy.replace("private", "not shared"), SIZE)
     remote = Remote(reader, source, SIZE)
-    assert copied(remote.read) == SIZE
+    assert dict(remote.read.ways) == {way: SIZE}
     remote.fetch(remote.read)
     assert (remote.target == 7).all()
 
 
 def test_a_source_that_was_killed_is_noticed_and_its_memory_let_go_of(spawn, reader):
-    killed, other = (spawn(SOURCE, "file_descriptor", SIZE) for _ in range(2))
+    killed, other = (spawn(SOURCE, "copy", SIZE) for _ in range(2))
     remote = Remote(reader, killed, SIZE)
     remote.fetch(remote.read)
-    assert mapped_of(killed) == 1
+    assert mapped_of(remote) == 1
     killed.signal(signal.SIGKILL)
     with pytest.raises(TransferFailed):
         for _ in range(10_000):
             remote.fetch(remote.read)
     another = Remote(reader, other, SIZE)
-    assert (mapped_of(killed), mapped_of(other)) == (0, 1)
+    assert (mapped_of(remote), mapped_of(another)) == (0, 1)
     another.fetch(another.read)
     assert (another.target == 7).all()
 
@@ -504,7 +515,7 @@ def test_a_source_without_shared_memory_that_was_killed_is_noticed(spawn, reader
             remote.fetch(remote.read)
 
 
-@pytest.mark.parametrize("strategy", ["file_descriptor", "not shared"])
+@pytest.mark.parametrize("strategy", ["copy", "not shared"])
 def test_a_read_that_overlaps_a_write_is_followed_by_a_word_that_shows_it(spawn, reader, strategy):
     remote = Remote(reader, spawn(SOURCE, strategy, SIZE, "writes"), SIZE)
     counted = refused = 0

@@ -1,6 +1,7 @@
-"""Memory that is a file, as torch's shared memory: found in another process, mapped from there."""
+"""Memory that is a sealed file, as of copies: found in another process, mapped from there."""
 
 import ctypes
+import fcntl
 import itertools
 import mmap
 import os
@@ -9,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ log = log_of(__name__)
 
 # Linux gives a process 65,530 mappings, and one that has no more cannot allocate memory.
 MAPPINGS_MAX = 16_384
-_FOLDER = "/dev/shm/"  # noqa: S108
+_MEMFD = "/memfd:"  # as the kernel names what has no name elsewhere
 _BLOCK_BYTES = 512  # what st_blocks counts, whatever the filesystem
 
 _libc = ctypes.CDLL(None)
@@ -41,52 +42,44 @@ class Stretch:
     size_bytes: int
     offset: int  # where it begins in the file
     file: _File
-    paths: tuple[str, ...] = ()  # where this process may find the file
+    path: str  # where this process may find the file; "": it is not open there
 
 
 def find(process: Neighbour, starts: Uint64s, ends: Uint64s) -> tuple[Stretch, ...]:
-    """The parts of these disjoint regions, in order, that are files and may be mapped; in order.
+    """The parts of these disjoint regions, in order, that are memfds; in order.
 
     Raises: OSError: The process has ended, or the kernel does not allow it.
     """
     firsts, lasts = starts.tolist(), ends.tolist()
-    shared = [
-        (stretch, name)
-        for stretch, name in _shared(process.read("maps"))
+    return tuple(
+        stretch
+        for stretch in _shared(process.read("maps"), _memfds(process))
         if (after := bisect_right(lasts, stretch.address)) < len(lasts)
         and firsts[after] < stretch.address + stretch.size_bytes
-    ]
-    paths = _paths(process, {name for _, name in shared})
-    return tuple(replace(stretch, paths=paths[name]) for stretch, name in shared)
+    )
 
 
-def _shared(maps: str) -> Iterator[tuple[Stretch, str]]:
-    """Yield what is MAP_SHARED in a /proc/<pid>/maps, each with the name that its file has there.
-
-    Bytes that were written to a private mapping are not in the file.
+def _shared(maps: str, paths: dict[_File, str]) -> Iterator[Stretch]:
+    """Yield what is a memfd in a /proc/<pid>/maps, and MAP_SHARED: bytes that were written to a
+    private mapping are not in the file.
     """
     for line in maps.splitlines():
         addresses, flags, offset, device, inode, *path = line.split(maxsplit=5)
-        if flags.endswith("s") and inode != "0":  # shared, and a file
+        if flags.endswith("s") and "".join(path).startswith(_MEMFD):
             start, end = (int(part, 16) for part in addresses.split("-"))
             major, minor = (int(part, 16) for part in device.split(":"))
             file = (os.makedev(major, minor), int(inode))
-            yield Stretch(start, end - start, int(offset, 16), file), "".join(path)
+            yield Stretch(start, end - start, int(offset, 16), file, paths.get(file, ""))
 
 
-def _paths(process: Neighbour, names: set[str]) -> dict[str, tuple[str, ...]]:
-    """Where the files that have these names in a process may be: there, or among its open ones.
-
-    A memfd, and what torch shares by default, has no name any more. No other folder is looked into:
-    who may write there can put a filesystem of his own under a name.
-    """
-    paths = {name: (name,) * name.startswith(_FOLDER) for name in names}
-    for number in os.listdir(f"/proc/{process.process.pid}/fd") if names else ():  # noqa: PTH208
+def _memfds(process: Neighbour) -> dict[_File, str]:
+    """The memfds that a process has open, and where: elsewhere they have no name."""
+    paths = {}
+    for number in os.listdir(f"/proc/{process.process.pid}/fd"):  # noqa: PTH208
         path = f"/proc/{process.process.pid}/fd/{number}"
-        with suppress(OSError):
-            name = os.readlink(path)  # noqa: PTH115  # asks no filesystem
-            if name in names:
-                paths[name] += (path,)
+        with suppress(OSError):  # to read the link asks no filesystem
+            if os.readlink(path).startswith(_MEMFD) and (file := _file_at(path)):  # noqa: PTH115
+                paths[file] = path
     return paths
 
 
@@ -111,9 +104,11 @@ class Mapping:
     def __init__(self, stretch: Stretch) -> None:
         self.stretch = stretch
         self.is_open: bool = True
-        fd, self._path = _open(stretch)
+        fd = _open(stretch)
         try:
-            # A touch would kill where it is not in the file, or not to be allocated then.
+            # A touch would kill where it is not in the file, any more or at all, or not allocated.
+            if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:  # the first look
+                raise OSError("the file may be cut short")
             found, end = os.fstat(fd), stretch.offset + stretch.size_bytes
             if found.st_size <= end - mmap.PAGESIZE:
                 raise OSError(f"the file has {found.st_size} bytes, its process maps {end}")
@@ -127,7 +122,7 @@ class Mapping:
     @property
     def is_abandoned(self) -> bool:
         """Whether the process no longer has the file where it had it, or is gone."""
-        return _file_at(self._path) != self.stretch.file
+        return _file_at(self.stretch.path) != self.stretch.file
 
     def close(self) -> None:
         """Nobody may be reading it. Idempotent."""
@@ -216,16 +211,15 @@ class MappedMemory:
             )
 
 
-def _open(stretch: Stretch) -> tuple[int, str]:
-    """Open the stretch's very file, by the first path that leads there; return that path, too."""
-    for path in stretch.paths:
-        with suppress(FileNotFoundError):
-            # To open something else than a file may block, or do something; to find it does not.
-            found = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            try:
-                if _file_at(f"/proc/self/fd/{found}") == stretch.file:
-                    refuse_others(found)
-                    return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC), path
-            finally:
-                os.close(found)
-    raise FileNotFoundError(f"{', '.join(stretch.paths) or 'no path'}: not there, or another file")
+def _open(stretch: Stretch) -> int:
+    """Open the stretch's very file."""
+    if stretch.path:
+        # To open something else than a file may block, or do something; to find it does not.
+        found = os.open(stretch.path, os.O_PATH | os.O_CLOEXEC)
+        try:
+            if _file_at(f"/proc/self/fd/{found}") == stretch.file:
+                refuse_others(found)
+                return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC)
+        finally:
+            os.close(found)
+    raise FileNotFoundError(f"{stretch.path or 'no path'}: not there, or another file")
