@@ -1,11 +1,13 @@
 """Steps that many tests take: have a store, wait for something, call several ranks at once."""
 
+import contextlib
 import mmap
 import time
 import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -93,3 +95,36 @@ def write_files(folder, **files):
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name.replace("_", ".", 1)).write_text(f"{text}\n")
+
+
+FREEZERS = ["cgroup", "cgroup2"]
+
+
+@contextlib.contextmanager
+def freezer(kind: str, pid: int) -> Iterator[list[Callable[[], int]]]:
+    """Calls that freeze a process by a cgroup of its own, and thaw it; it goes back at the end."""
+    mounted, file, words = {
+        "cgroup": ("freezer", "freezer.state", ("FROZEN", "THAWED")),
+        "cgroup2": ("", "cgroup.freeze", ("1", "0")),
+    }[kind]
+    tops = [Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")]
+    tops = [Path("/sys/fs/cgroup", mounted)] if mounted else tops
+    for folder in (top / f"torch-ros-{pid}" for top in tops):
+        try:
+            folder.mkdir()
+            (folder / file).read_text()
+            (folder / "cgroup.procs").write_text(str(pid))
+        except OSError:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        else:
+            break
+    else:
+        pytest.skip(f"no {kind} that can be frozen can be made here")
+    try:
+        yield [partial((folder / file).write_text, word) for word in words]
+    finally:
+        (folder / file).write_text(words[1])
+        with contextlib.suppress(ProcessLookupError):
+            (folder.parent / "cgroup.procs").write_text(str(pid))
+        folder.rmdir()

@@ -10,6 +10,7 @@ import pytest
 from torch_ros.errors import UsageError
 from torch_ros.face import choose
 from torch_ros.face.choose import Network, choose_transport, interfaces_for
+from torch_ros.fleet import life
 from torch_ros.p2p import rdma, ucx
 
 LOOPBACKS = {"0100007F", "00000000000000000000000001000000"}  # as the kernel writes them
@@ -96,6 +97,11 @@ def test_the_log_names_the_ways_of_a_process(caplog, name, network, made):
     with transport(name, **network):
         [said] = [each.getMessage() for each in caplog.records if "transport:" in each.msg]
     assert said.startswith(f"transport: {'; '.join(choose.HOW[each] for each in made)}")
+
+
+def test_who_copies_within_a_host_is_told_which_processes_are_frozen():
+    with transport("auto") as made:
+        assert made.is_frozen is life.is_frozen
 
 
 def test_devices_of_rdma_that_ucx_cannot_use_are_told_of_and_done_without(

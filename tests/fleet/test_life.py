@@ -1,6 +1,5 @@
 """The state of a process that was once told of, as this host shows it."""
 
-import contextlib
 import os
 import resource
 import signal
@@ -9,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from kit import FREEZERS, freezer
 
 from torch_ros import allocation
 from torch_ros.fleet import life
@@ -147,33 +147,11 @@ def test_files_that_cannot_be_seen_are_not_said_to_be_closed(child, monkeypatch)
     assert life.look(child.pid, told) == "running"
 
 
-@pytest.fixture(params=["cgroup", "cgroup2"])
+@pytest.fixture(params=FREEZERS)
 def freezing(request, child):
     """Freezes the process by its cgroup; thaws it again."""
-    mounted, file, words = {
-        "cgroup": ("freezer", "freezer.state", ("FROZEN", "THAWED")),
-        "cgroup2": ("", "cgroup.freeze", ("1", "0")),
-    }[request.param]
-    tops = [Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")]
-    tops = [Path("/sys/fs/cgroup", mounted)] if mounted else tops
-    folders = [top / f"torch-ros-{os.getpid()}" for top in tops]
-    for folder in folders:
-        try:
-            folder.mkdir()
-            (folder / file).read_text()
-            (folder / "cgroup.procs").write_text(str(child.pid))
-        except OSError:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-        else:
-            break
-    else:
-        pytest.skip(f"no {request.param} that can be frozen can be made here")
-    yield [lambda word=word: (folder / file).write_text(word) for word in words]
-    (folder / file).write_text(words[1])
-    child.kill()
-    child.wait()
-    folder.rmdir()
+    with freezer(request.param, child.pid) as acts:
+        yield acts
 
 
 def test_a_process_that_its_cgroup_has_frozen_is_said_to_be(child, freezing):

@@ -17,6 +17,7 @@ from torch_ros.errors import UsageError
 from torch_ros.features.fabrics import ways  # feature fabrics
 from torch_ros.features.shortcuts.copying import thread_count  # feature shortcuts
 from torch_ros.features.shortcuts.transport import ShortcutTransport  # feature shortcuts
+from torch_ros.fleet.life import is_frozen  # feature shortcuts
 from torch_ros.memory.transport import MemoryTransport
 from torch_ros.p2p import rdma
 from torch_ros.p2p.room import require_files, require_home
@@ -92,7 +93,9 @@ def choose_transport(
         # Both ends can talk, whether they copy or not.
         is_copied = name in {"auto", "tcp"}
         how += ["memory of this host is copied"] if is_copied else []
-        transport = ShortcutTransport(transport, is_used=is_copied, threads=thread_count())
+        transport = ShortcutTransport(
+            transport, is_used=is_copied, threads=thread_count(), is_frozen=is_frozen
+        )
         # } shortcuts
         undo.pop_all()
     log.info("transport: %s (%s)", "; ".join(how), reason)

@@ -107,7 +107,7 @@ def look(pid: int, life: Life) -> State:
     # To root, one that has ended shows no files: it has closed none of them itself.
     if state != "gone" and life.sign and _has_closed(pid, life.sign):
         return "closed"
-    return "frozen" if state == "running" and _is_frozen(pid) else state
+    return "frozen" if state == "running" and is_frozen(pid) else state
 
 
 def _shown_page(sign: str) -> object:
@@ -137,7 +137,7 @@ def _has_closed(pid: int, sign: str) -> bool:
     return maps != "" and f"/memfd:{_SIGN} {sign} (deleted)\n" not in maps
 
 
-def _is_frozen(pid: int) -> bool:
+def is_frozen(pid: int) -> bool:
     """Whether its cgroup, or one around it, is frozen; False if that cannot be seen."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/cgroup").read_text(errors="surrogateescape").splitlines():

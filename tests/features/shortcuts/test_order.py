@@ -6,18 +6,22 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
 from features.shortcuts.steps import Refusing
-from kit import until
+from kit import FREEZERS, freezer, until
 from p2p.steps import attached, prepared, region
 
 from torch_ros.costs import HOST_COSTS
 from torch_ros.errors import ClosedError, TransferFailed
 from torch_ros.features.shortcuts import cma
+from torch_ros.features.shortcuts import peer as peer_module
 from torch_ros.features.shortcuts.peer import ShortcutPeer
 from torch_ros.features.shortcuts.transport import ShortcutTransport
+from torch_ros.fleet import life
 from torch_ros.memory.transport import MemoryTransport
 
 pytestmark = pytest.mark.timeout(90)
@@ -201,6 +205,37 @@ def test_a_process_whose_name_looks_like_a_state_runs(source):
     source.process.ask("name", b"a) T 1 (".hex())
     source.fetch("word")
     assert source.word == WORD
+
+
+@pytest.mark.parametrize("kind", FREEZERS)
+def test_a_source_that_its_cgroup_has_frozen_is_silent_until_it_runs_again(
+    source, reader, monkeypatch, kind
+):
+    monkeypatch.setattr(peer_module, "FROZEN_S", 0)
+    reader.is_frozen = life.is_frozen
+    with freezer(kind, source.pid) as (freeze, thaw):
+        freeze()
+        until(lambda: life.is_frozen(source.pid), 20)
+        for name in ("box", "word"):
+            source.reads[name].post()
+            assert not any(source.reads[name].is_done() for _ in range(100))
+        assert source.is_untouched()
+        thaw()
+        for name in ("box", "word"):
+            until(source.reads[name].is_done, 20)
+    assert source.word == WORD
+
+
+def test_a_source_is_looked_at_once_a_second_for_whether_it_is_frozen(source, reader, monkeypatch):
+    asked, now_s = [], [time.monotonic()]
+    monkeypatch.setattr(peer_module.time, "monotonic", lambda: now_s[0])
+    reader.is_frozen = lambda pid: asked.append(pid) or len(asked) == 2
+    for is_answered in (True, False, True):
+        for _ in range(10):
+            source.reads["word"].post()
+            assert source.reads["word"].is_done() == is_answered
+        now_s[0] += 1.0
+    assert asked == [source.pid] * 3
 
 
 # A process that is gone, or another one

@@ -14,7 +14,7 @@ import numpy as np
 from torch_ros.spans import Spans
 
 ROWS_MAX = 1024  # of one call, by the kernel's limit
-LOOKS_MAX = 8  # at a word that changes meanwhile
+LOOKS_MAX = 8  # at what changes meanwhile
 
 _Vector = ctypes.c_uint64 * 2  # an address and bytes
 
@@ -66,27 +66,24 @@ def _copied(pid: int, here: object, count_here: int, there: object, count_there:
 class Answer:
     """A few bytes of another process, in memory of its own until they `land`.
 
-    8 aligned bytes, as of a word, are never torn, though the kernel copies bytes and promises no
-    more: one call copies them twice, one after the other, until both are the same.
+    They are never torn, though the kernel copies bytes and promises no more: one call copies them
+    twice, one after the other, until both are the same.
     """
 
     def __init__(self, pid: int, source: int, target: int, size_bytes: int) -> None:
-        self._is_word = size_bytes == 8 and source % 8 == 0
-        self._pid, self._times = pid, 2 if self._is_word else 1
-        self._bytes = self._times * size_bytes
-        self._seen = (ctypes.c_ubyte * self._bytes)()
-        self._words = (ctypes.c_uint64 * (self._bytes // 8)).from_buffer(self._seen)
-        self._here = _Vector(ctypes.addressof(self._seen), self._bytes)
+        self._pid, self._seen = pid, (ctypes.c_ubyte * (2 * size_bytes))()
+        self._here = _Vector(ctypes.addressof(self._seen), 2 * size_bytes)
         self._there = (ctypes.c_uint64 * 4)(*(source, size_bytes) * 2)
-        self._from = memoryview(self._seen).cast("B")[:size_bytes]
+        both = memoryview(self._seen).cast("B")
+        self._from, self._again = both[:size_bytes], both[size_bytes:]
         self._to = memoryview((ctypes.c_ubyte * size_bytes).from_address(target)).cast("B")
 
     def look(self) -> bool:
         """Return whether it is whole. Raises: OSError: As `read`."""
         for _ in range(LOOKS_MAX):
-            if _copied(self._pid, self._here, 1, self._there, self._times) < self._bytes:
+            if _copied(self._pid, self._here, 1, self._there, 2) < len(self._seen):
                 raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
-            if not self._is_word or self._words[0] == self._words[1]:
+            if bytes(self._from) == bytes(self._again):
                 return True
         return False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
@@ -37,7 +38,7 @@ REFUSED_MAX = 4096  # agents that are not warned of again
 LOOK_BYTES = 1 << 20
 # A read of as much, as of a word or a mailbox, is an answer of its process: see `is_running`.
 ANSWER_BYTES = 4096
-STAT_BYTES = 1024  # more than the kernel's line about a process has
+FROZEN_S = 1.0  # until it is looked again whether a process is frozen, which takes 0.3 ms
 
 
 class Elsewhere(Unproven):
@@ -191,6 +192,7 @@ class ShortcutPeer:
         self._untold: dict[bytes, bytes] = {}  # by digest, what the base has not been told
         self._has_other = False  # the base alone can read something of it
         self._is_closed = False
+        self._is_frozen, self._looked_s = False, -FROZEN_S
         self._process: Neighbour | None = None  # None: it is left to the base
         self._kept = ExitStack()
         try:
@@ -337,8 +339,11 @@ class ShortcutPeer:
         """Whether its process is not stopped or traced. Raises: OSError: It has ended."""
         if self._is_closed:  # the file's number may be another one's
             raise TransferFailed(self.agent, "the connection was closed")
-        line = os.pread(self._stat, STAT_BYTES, 0)
-        return line[line.rfind(b")") + 2 :][:1] not in (b"T", b"t")
+        line = os.pread(self._stat, 1024, 0)  # more than the kernel's line about a process has
+        if self._process and time.monotonic() - self._looked_s >= FROZEN_S:
+            self._is_frozen = self.transport.is_frozen(self._process.process.pid)
+            self._looked_s = time.monotonic()
+        return not self._is_frozen and line[line.rfind(b")") + 2 :][:1] not in (b"T", b"t")
 
     def is_beyond(self, limit_s: float) -> bool:
         return self._process is None and self.base().is_beyond(limit_s)

@@ -7,7 +7,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -77,9 +77,17 @@ class ShortcutTransport:
         is_used: False: talk to peers that copy, but leave it all to `base`, in both directions.
         threads: How many copy at the same time. 0: one, and only out of shared memory.
     """
+        is_frozen: Whether a process cannot run, because of its cgroup.
 
-    def __init__(self, base: Transport, *, is_used: bool = True, threads: int = 0) -> None:
-        self.base, self.is_used = base, is_used
+    def __init__(
+        self,
+        base: Transport,
+        *,
+        is_used: bool = True,
+        threads: int = 0,
+        is_frozen: Callable[[int], bool] = lambda _: False,
+    ) -> None:
+        self.base, self.is_used, self.is_frozen = base, is_used, is_frozen
         self.agent: str = base.agent
         self.threads: CopyThreads = CopyThreads(threads)
         _agents.add(self.agent)
