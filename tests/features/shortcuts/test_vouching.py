@@ -337,6 +337,31 @@ def test_without_a_voucher_all_is_left_to_the_base(monkeypatch, caplog):
     reader.close()
 
 
+def test_a_reader_whose_own_voucher_is_lost_still_copies_from_others(honest, reader, caplog):
+    caplog.set_level(logging.INFO)
+    os.close(reader.process.voucher)
+    for _ in range(2):
+        where = honest.descriptors[0], honest.weights[0]
+        got, is_copied = fetched(reader, honest.connection, *where)
+        assert is_copied
+        assert (got == 7).all()
+    assert "the voucher of agent" in caplog.text
+    assert "read in another way" not in caplog.text
+
+
+def test_what_a_process_registers_without_a_voucher_is_not_copied(pair, caplog):
+    caplog.set_level(logging.INFO)
+    os.close(pair[0].process.voucher)
+    memory = np.full(SIZE, 7, np.uint8)
+    for _ in range(2):  # with the first one it is noticed
+        registration = pair[0].register([Region(memory.ctypes.data, SIZE)])
+    assert not pair[0].is_copied_from
+    where = pair[0].connection, registration.descriptor, memory.ctypes.data
+    got, is_copied = fetched(pair[1], *where)
+    assert not is_copied
+    assert (got == 7).all()
+
+
 # The reach of a peer, as docs/SECURITY.md has it
 
 

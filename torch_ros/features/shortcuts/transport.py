@@ -46,7 +46,8 @@ class ShortcutRegistration:
         self.descriptor: bytes = b""
         if base.descriptor:
             bounds = np.stack((cover.starts, cover.ends)).tobytes() if cover else b""
-            said = ShortcutDescriptor(transport.host, bounds, transport.process, base.descriptor)
+            host = transport.host if transport.voucher else ""
+            said = ShortcutDescriptor(host, bounds, transport.process, base.descriptor)
             self.descriptor = msgspec.msgpack.encode(said)
 
     def close(self) -> None:
@@ -91,14 +92,13 @@ class ShortcutTransport:
         self.agent: str = base.agent
         self.threads: CopyThreads = CopyThreads(threads)
         _agents.add(self.agent)
-        self._voucher: Voucher | None = None
-        if is_used:
-            try:
-                self._voucher = Voucher(base.agent)
-            except OSError as error:
-                log.warning("peers on this host read in another way (no voucher: %s)", error)
-        self.host: str = shared.host() if self._voucher else ""
-        self.process: Process = self._voucher.process if self._voucher else Process()
+        self.voucher: Voucher | None = None
+        try:
+            self.voucher = Voucher(base.agent) if is_used else None
+        except OSError as error:
+            log.warning("peers on this host read in another way (no voucher: %s)", error)
+        self.host: str = shared.host() if self.voucher else ""
+        self.process: Process = self.voucher.process if self.voucher else Process()
         said = ShortcutCard(self.agent, self.host, self.process, base.connection)
         self.connection: bytes = msgspec.msgpack.encode(said)
         self.never: int = os.getpid()  # the process whose memory no other may name: this one
@@ -115,7 +115,7 @@ class ShortcutTransport:
 
     @property
     def is_copied_from(self) -> bool:
-        return bool(self.host and self.threads.count)
+        return self.voucher is not None and self.threads.count > 0
 
     @property
     def is_foreign(self) -> bool:
@@ -136,13 +136,13 @@ class ShortcutTransport:
 
     def vouch(self) -> None:
         """Vouch for all registrations, and for nothing else. The caller holds the lock."""
-        if self._voucher is None:
+        if self.voucher is None:
             return
         try:
-            self._voucher.show(digest_of(each.descriptor) for each in self.registrations)
+            self.voucher.show(digest_of(each.descriptor) for each in self.registrations)
         except OSError as error:
             log.warning("the voucher of agent %s is lost (%s)", self.agent, error)
-            self._voucher, self.host = None, ""
+            self.voucher = None
         except BaseException:  # Ctrl-C: the memory may be freed after this
             self.vouch()
             raise
@@ -200,9 +200,9 @@ class ShortcutTransport:
             self.is_closed = True
             for registration in self.registrations:
                 registration.is_open = False
-            if self._voucher:  # from here on no peer's copy of this process's memory counts
-                self._voucher.close()
-                self._voucher = None
+            if self.voucher:  # from here on no peer's copy of this process's memory counts
+                self.voucher.close()
+                self.voucher = None
             _agents.discard(self.agent)
             reads = tuple(self.reads)
         self.base.close()
