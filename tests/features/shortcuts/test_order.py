@@ -461,6 +461,33 @@ def test_memory_that_the_kernel_does_not_read_is_the_bases_alone(pair):
     assert arrives(pair, peer, there) == ({"cma": 5000}, True)
 
 
+def test_a_peer_that_is_closed_while_its_base_connects_leaves_nothing_open(pair, monkeypatch):
+    begun, go_on, closed, errors = threading.Event(), threading.Event(), [], []
+    connect = pair[1].base.connect
+
+    def late(connection):
+        begun.set()
+        assert go_on.wait(20)
+        made = connect(connection)
+        monkeypatch.setattr(made, "close", lambda: closed.append(made))
+        return made
+
+    def ask():
+        with pytest.raises(ClosedError) as error:
+            peer.base()
+        errors.append(error.value)
+
+    peer, _ = attached(*pair, np.zeros(10, np.uint8))
+    monkeypatch.setattr(pair[1].base, "connect", late)
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert begun.wait(20)
+    peer.close()
+    go_on.set()
+    asking.join(20)
+    assert len(errors) == len(closed) == 1
+
+
 def test_a_card_that_lends_another_ones_connection_is_refused(pair):
     other = ShortcutTransport(Counting())
     said = cma_card(pair[0], other)

@@ -227,10 +227,9 @@ class ShortcutPeer:
                 if base.agent != self.agent:
                     base.close()
                     raise TransferFailed(self.agent, f"its connection is of {base.agent!r}")
-                self._base = base
-            vouched = self._vouched() if self._untold else frozenset()
+                    self.refuse_closed()  # meanwhile
             for of, descriptor in tuple(self._untold.items()):
-                if of in vouched:
+                if of in self._vouched():
                     self._base.attach(descriptor)
                 del self._untold[of]
             return self._base
