@@ -1,8 +1,10 @@
-"""How many threads copy."""
+"""How many threads copy, and what they still begin of a copy that is dropped."""
 
 import math
+import threading
 
 import pytest
+from kit import until
 
 from torch_ros.features.shortcuts import copying
 
@@ -17,3 +19,25 @@ def test_no_more_threads_copy_than_the_quota_allows(monkeypatch, there, quota, r
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(there))
     monkeypatch.setattr("torch_ros.copies.cgroups.cores", lambda: quota)
     assert copying.thread_count() == threads
+
+
+def test_no_part_is_begun_while_a_copy_that_is_dropped_waits_for_another_one():
+    """Or closing a read waits for nearly all of it: threads go on while it waits for the first."""
+    begun, go_on, later = threading.Event(), threading.Event(), []
+
+    def first():
+        begun.set()
+        assert go_on.wait(20)
+
+    copy = copying.SharedCopy([first, lambda: later.append(True)])
+    copier, closer = (threading.Thread(target=call) for call in (copy.run, copy.drop))
+    copier.start()
+    assert begun.wait(20)
+    closer.start()
+    until(lambda: copy.tasks[1].is_taken, 5)
+    go_on.set()
+    for each in (copier, closer):
+        each.join(20)
+    assert not later
+    with pytest.raises(OSError, match="it was ended"):
+        copy.is_done()

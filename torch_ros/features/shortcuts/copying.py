@@ -82,16 +82,15 @@ class SharedCopy:
     def run(self) -> None:
         """Do all parts that no thread has taken."""
         for task in self.tasks:
-            task.run()
+            if not task.is_taken:
+                task.run()
         if (over := self.over) and all(task.is_over for task in self.tasks):
             over.set()
 
     def is_done(self) -> bool:
         """Wait a little for all parts, and say whether they have been done.
 
-        Raises:
-            Exception: As a part did. Others may still run.
-            OSError: ECANCELED: a part was dropped.
+        Raises: Exception: As a part did; others may still run. OSError: One was dropped: ECANCELED.
         """
         if self.over:
             self.over.wait(WAIT_S)
@@ -106,6 +105,8 @@ class SharedCopy:
         """Keep parts from being begun. None runs any more when this returns or raises."""
         try:
             for task in self.tasks:
+                task.is_taken = True  # or threads begin it while another one is waited for
+            for task in self.tasks:
                 task.drop()
         except BaseException:  # Ctrl-C: the memory may be freed after this
             self.drop()
@@ -116,17 +117,15 @@ class _Task:
     """A part of a copy. Its lock is held while it is done, so that `drop` waits for that."""
 
     def __init__(self, part: Callable[[], None]) -> None:
-        self._part, self._lock, self._is_taken = part, threading.Lock(), False
+        self._part, self._lock, self.is_taken = part, threading.Lock(), False
         self.is_over = False
         self.error: Exception | None = None
 
     def run(self) -> None:
         """Do the part, unless a thread has taken it; note its error, or that it is over."""
-        if self._is_taken:
-            return
         with self._lock:
-            if not self._is_taken:
-                self._is_taken = True
+            if not self.is_taken:
+                self.is_taken = True
                 try:
                     self._part()
                 except Exception as error:  # noqa: BLE001  # raised to whoever waits
@@ -134,8 +133,7 @@ class _Task:
                 self.is_over = True  # not after Ctrl-C: then `drop` says that it was ended
 
     def drop(self) -> None:
-        """Keep the part from being begun. Returns when no thread is at it."""
+        """Say that the part was ended, unless it is over. Returns when no thread is at it."""
         with self._lock:
-            self._is_taken = True
             if not self.is_over:
                 self.error, self.is_over = OSError(errno.ECANCELED, "it was ended"), True
