@@ -223,11 +223,12 @@ class ShortcutPeer:
         with self._connecting:
             self.refuse_closed()
             if self._base is None:
-                base = self.transport.base.connect(self._connection)
-                if base.agent != self.agent:
+                self._base = base = self.transport.base.connect(self._connection)
+                if self._is_closed or base.agent != self.agent:
+                    self._base = None
                     base.close()
-                    raise TransferFailed(self.agent, f"its connection is of {base.agent!r}")
                     self.refuse_closed()  # meanwhile
+                    raise TransferFailed(self.agent, f"its connection is of {base.agent!r}")
             for of, descriptor in tuple(self._untold.items()):
                 if of in self._vouched():
                     self._base.attach(descriptor)
@@ -335,7 +336,7 @@ class ShortcutPeer:
             raise TransferFailed(self.agent, str(error)) from error
 
     def is_running(self) -> bool:
-        """Whether its process is not stopped or traced. Raises: OSError: It has ended."""
+        """Whether its process is not stopped, traced or frozen. Raises: OSError: It has ended."""
         if self._is_closed:  # the file's number may be another one's
             raise TransferFailed(self.agent, "the connection was closed")
         line = os.pread(self._stat, 1024, 0)  # more than the kernel's line about a process has
@@ -410,5 +411,8 @@ class ShortcutPeer:
         with transport.lock:
             transport.peers.discard(self)  # `attach` maps nothing more
             left = tuple(self.mapped.mappings.values())
+            reads = [read for read in transport.reads if read.peer is self]
+        for read in reads:
+            read.settle()
         self.unmap(left)
         self._kept.close()

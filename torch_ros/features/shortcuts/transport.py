@@ -77,8 +77,8 @@ class ShortcutTransport:
         base: For peers elsewhere, and memory that cannot be copied; belongs to this from then on.
         is_used: False: talk to peers that copy, but leave it all to `base`, in both directions.
         threads: How many copy at the same time. 0: one, and only out of shared memory.
-    """
         is_frozen: Whether a process cannot run, because of its cgroup.
+    """
 
     def __init__(
         self,
@@ -204,10 +204,7 @@ class ShortcutTransport:
                 self.voucher.close()
                 self.voucher = None
             _agents.discard(self.agent)
-            reads = tuple(self.reads)
         self.base.close()
-        for read in reads:
-            read.settle()
         with self.lock:
             peers = tuple(self.peers)
             self.registrations.clear()
