@@ -11,11 +11,11 @@ from kit import until
 
 from puppets import Puppets
 
-PROGRAM = Path(__file__).with_name("source.py")
+PROGRAM = Path(__file__).parents[1] / "survival/source.py"
 
 
 class Source:
-    """A source of regions; see source.py for what it can be asked."""
+    """A source of regions; see survival/source.py for what it can be asked."""
 
     def __init__(self, puppets, *, environment=None, **options):
         self.process = puppets.start(
@@ -23,6 +23,7 @@ class Source:
         )
         assert self.hear() == "here"
         self.sizes, self.pid, self.filled = options["sizes"], self.process.pid, {}
+        self.way = options.get("way", "tcp")
         self.connection = bytes.fromhex(self.ask("card"))
         self.card, self.regions = Card.read(self.connection), []
         for descriptor, address, size in self.ask("where"):

@@ -74,7 +74,10 @@ class Card:
 
 def regions_of(descriptor):
     """The id of a registration in host memory, and the starts and ends of its regions."""
-    _, _, [[name, _, bounds]] = msgspec.msgpack.decode(descriptor)
+    *_, said = msgspec.msgpack.decode(descriptor)
+    if isinstance(said, bytes):  # what the kernel's way says stands around it
+        return regions_of(said)
+    [[name, _, bounds]] = said
     starts, ends = np.frombuffer(bounds, np.uint64).reshape(2, -1).tolist()
     return name, starts, ends
 

@@ -1,6 +1,6 @@
 """Readers that read one region again and again until they are ended. Run, never imported.
 
-python readers.py '{"connection": "...", "descriptor": "...", "address": 0, "size": 0, ...}'
+python readers.py '{"way": "tcp", "cards": ["..."], "descriptor": "...", "address": 0, ...}'
 
 "start n" forks so many. "strike" ends all but some in the middle, by `how`: kill, close; "stop" and
 "continue" do what they say, and "reap" waits for those that are gone. A reader exits with 3 where a
@@ -15,14 +15,13 @@ import sys
 import time
 
 import numpy as np
+from ways import FAILED, WRONG, transport_of, ways_of
 
 from torch_ros.deadline import Deadline
 from torch_ros.errors import TransferFailed
-from torch_ros.features.tcp.transport import TcpTransport
 from torch_ros.spans import Region
 from torch_ros.transfer.posting import Watcher, parts, perform
 
-WRONG, FAILED = 3, 4
 LIMIT_S = 120
 
 
@@ -30,12 +29,13 @@ class Readers:
     """Processes that read from one source.
 
     Args:
+        way: By which they read.
         cards: The connections that readers use in turn.
         value: Of all bytes of the region.
     """
 
-    def __init__(self, cards, descriptor, address, size, value):
-        self.cards = [bytes.fromhex(card) for card in cards]
+    def __init__(self, way, cards, descriptor, address, size, value):
+        self.way, self.cards = way, [bytes.fromhex(card) for card in cards]
         self.descriptor, self.span = bytes.fromhex(descriptor), (address, size)
         self.value, self.pids, self.started = value, [], 0
 
@@ -52,10 +52,10 @@ class Readers:
                 finally:
                     os._exit(code)
             self.pids.append(pid)
-        for _ in range(int(count)):
-            assert os.read(ready, 1)
-        os.close(ready)
         os.close(told)
+        for _ in range(int(count)):
+            assert os.read(ready, 1), "a reader has ended"
+        os.close(ready)
         return len(self.pids)
 
     def _read(self, told):
@@ -63,7 +63,7 @@ class Readers:
         ends = []
         signal.signal(signal.SIGTERM, lambda *_: ends.append(True))
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        transport = TcpTransport()
+        transport = transport_of(self.way)
         address, size = self.span
         target = np.zeros(size, np.uint8)
         transport.register([Region(target.ctypes.data, size)])
@@ -71,6 +71,7 @@ class Readers:
         peer.attach(self.descriptor)
         spans = np.array([[address, target.ctypes.data, size]], np.uint64)
         reads = [peer.prepare(part) for part in parts(spans)]
+        assert all(ways_of(read) == {self.way} for read in reads)
 
         class Ending(Watcher):
             def still(self, flying):

@@ -1,116 +1,28 @@
-"""A source outlives its readers, whatever becomes of them, and ends well while they read.
+"""A source of TCP whose process forks, holds the GIL, or has a file that is cut short.
 
-TORCH_ROS_KILLS=n strikes n times as many readers, and ends n times as many sources.
+TORCH_ROS_KILLS=50 forks 3,000 times.
 """
 
-import json
 import os
 import signal
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
+from features.survival.conftest import KILLS, times
 from features.tcp.hostile import MODES, Card, Ended, Reader, regions_of
 from kit import until
-from p2p.steps import region
 
-from torch_ros.errors import TransferFailed
-from torch_ros.features.tcp.transport import TcpTransport
-
-KILLS = int(os.environ.get("TORCH_ROS_KILLS", "1"))
-IS_WHOLE = KILLS >= 50
-AT_ONCE, SIZE = 4, 16 << 20
-STOPPED_S = 20 if IS_WHOLE else 1
-HELD_S = 10 if IS_WHOLE else 1
+FORKS = times(20, 3000)
 
 pytestmark = pytest.mark.timeout(120 + 20 * KILLS)
-
-READERS, EXITS = (Path(__file__).with_name(name) for name in ("readers.py", "exits.py"))
-
-
-class Crowd:
-    """Processes that read from a source; readers.py has them."""
-
-    def __init__(self, started, source):
-        (name, address, size), _ = source.regions
-        assert name
-        far = source.card.but(network=source.card.network + 1, addresses=[b"\x7f\0\0\1"])
-        options = {
-            "cards": [source.connection.hex(), far.encode().hex()],
-            "descriptor": source.ask("where")[0][0],
-            "address": address,
-            "size": size,
-            "value": 7,
-        }
-        self.process = started.start(READERS, json.dumps(options), talks=True)
-        assert self.hear() == "here"
-
-    def hear(self):
-        return json.loads(self.process.hear())
-
-    def ask(self, *words):
-        self.process.tell(*map(str, words))
-        return self.hear()
-
-
-@pytest.fixture
-def source(start):
-    made = start(sizes=[SIZE, 5000], pipe="default")
-    made.fill(0, 7)
-    return made
-
-
-def is_well(source):
-    """It serves, nothing was written, and no descriptor or thread is left of those who read."""
-    assert source.process.poll() is None, source.process.end_of_log()
-    until(lambda: source.count("fd") == source.files, 60, by=source.process)
-    assert source.ask("threads") == source.threads
-    for mode in MODES:
-        with source.reader(mode) as reader:
-            assert reader.read(source.regions[1]) == source.pattern(1).tobytes()
-    assert source.ask("is_untouched")
-    assert "Traceback" not in source.process.end_of_log()
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "closed"])
-def test_readers_that_end_in_the_middle_leave_their_source_as_it_was(source, started, how):
-    readers, ends = Crowd(started, source), []
-    for _ in range(5 * KILLS if how == signal.SIGKILL else max(2, KILLS)):
-        readers.ask("start", AT_ONCE)
-        ends += readers.ask("strike", int(how), 0.2)
-    assert set(ends) == {-signal.SIGKILL if how == signal.SIGKILL else 0}, ends
-    print(len(ends), "readers", how.name)
-    is_well(source)
-
-
-def test_readers_that_are_stopped_and_go_on_read_on(source, started):
-    readers, ends = Crowd(started, source), []
-    for _ in range(max(1, KILLS // 5)):
-        readers.ask("start", AT_ONCE * (5 if IS_WHOLE else 1))
-        readers.ask("strike", int(signal.SIGSTOP), 0.2)
-        time.sleep(STOPPED_S)
-        with source.reader() as reader:  # while they hold their places
-            assert reader.read(source.regions[1]) == source.pattern(1).tobytes()
-        readers.ask("strike", int(signal.SIGCONT), 0.1)
-        ends += readers.ask("strike", int(signal.SIGTERM), 0.5)
-    assert set(ends) == {0}, ends
-    print(len(ends), "readers stopped for", STOPPED_S, "s")
-    is_well(source)
-
-
-def test_a_source_whose_gil_is_held_in_c_goes_on_with_its_readers(source, started):
-    readers = Crowd(started, source)
-    readers.ask("start", AT_ONCE)
-    source.ask("hold", HELD_S)
-    assert set(readers.ask("strike", int(signal.SIGTERM), 0.5)) == {0}
-    is_well(source)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-def test_a_meeting_that_the_gil_holds_up_for_longer_than_one_may_take_goes_on(source, mode):
+def test_a_meeting_that_the_gil_holds_up_for_longer_than_one_may_take_goes_on(start, mode):
     """The source's standing still is not its reader's fault."""
+    source = start(sizes=[5000, 5000])
     with Reader(source.card, mode) as reader, Reader(source.card, mode) as half:
         half.knock()
         assert half.is_welcome()
@@ -123,47 +35,15 @@ def test_a_meeting_that_the_gil_holds_up_for_longer_than_one_may_take_goes_on(so
             assert each.hear()
             each.prove()
             assert each.read(source.regions[1]) == source.pattern(1).tobytes()
-    is_well(source)
+    source.assert_is_well()
 
 
 # Forks
 
 
-def a_reader(source, size=4 << 20):
-    """A transport that has the source as a peer, and a read of its first region."""
-    transport = TcpTransport()
-    target = np.zeros(size, np.uint8)
-    transport.register([region(target)])
-    peer = transport.connect(source.connection)
-    peer.attach(bytes.fromhex(source.ask("where")[0][0]))
-    _, address, _ = source.regions[0]
-    return (
-        transport,
-        peer.prepare(np.array([[address, target.ctypes.data, size]], np.uint64)),
-        target,
-    )
-
-
 def sockets_of(pid):
     links = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
     return [link for link in links if link.startswith("socket:")]
-
-
-def test_children_of_a_source_hold_nothing_of_it_open(source, started):
-    readers = Crowd(started, source)
-    readers.ask("start", AT_ONCE)
-    children = source.ask("fork", 2)
-    assert set(readers.ask("strike", int(signal.SIGKILL), 0.3)) == {-signal.SIGKILL}
-    is_well(source)
-    assert not [child for child in children if sockets_of(child)]
-    transport, read, _ = a_reader(source)
-    read.post()
-    until(read.is_done)
-    source.process.signal(signal.SIGKILL)  # and its children, after it
-    with pytest.raises(TransferFailed):
-        read.post()
-        until(read.is_done)
-    transport.close()
 
 
 FORKED = """
@@ -242,9 +122,9 @@ print(left, hit, flush=True)
 
 
 def test_a_child_whose_fork_a_signal_interrupts_holds_nothing_open(started):
-    process = started.start(INTERRUPTED, 50 * KILLS, talks=True)
+    process = started.start(INTERRUPTED, FORKS, talks=True)
     left, hit = map(int, process.hear().split())
-    print(hit, "of", 50 * KILLS, "interrupted")
+    print(hit, "of", FORKS, "interrupted")
     assert left == 0
     process.finish()
 
@@ -284,7 +164,7 @@ while True:
 
 def test_children_that_are_forked_while_readers_meet_their_parent_can_hash(started):
     """OpenSSL has locks that a child would have without the thread that gives them back."""
-    process = started.start(HASHING, 60 * KILLS, talks=True)
+    process = started.start(HASHING, FORKS, talks=True)
     connection = process.hear()
     tests = Path(__file__).parents[2]
     meeting = [started.start(MEETING, tests, connection) for _ in range(3)]
@@ -293,7 +173,7 @@ def test_children_that_are_forked_while_readers_meet_their_parent_can_hash(start
         each.kill()
 
 
-# Files and exits
+# Files
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -323,37 +203,3 @@ def test_a_registered_file_that_is_cut_short_ends_reads_and_not_its_source(start
     assert source.ask("threads") == source.threads
     source.process.tell("end")
     source.process.finish()
-
-
-def test_a_source_that_exits_while_it_is_read_has_exit_code_0(started):
-    """By its end, by `sys.exit`, and by an error that nobody catches, which is 1."""
-    count = 8 if KILLS == 1 else 20 * KILLS
-    exits = started.start(EXITS, count, talks=True)
-    ends = []
-    for _ in range(count):
-        said = exits.hear().split()
-        if said[0] == "ended":
-            break
-        card = Card.read(bytes.fromhex(said[0]))
-        name, [start], [end] = regions_of(bytes.fromhex(said[1]))
-        readers = read_on(card, (name, start, end - start))
-        exits.tell("go")
-        ends.append(exits.hear())
-        for reader in readers:
-            assert set(reader.rest()) <= {0, 7} or reader.mode == "tls"
-            reader.line.sock.close()
-    print(len(ends), "exits")
-    assert ends == ["0"] * count
-    exits.finish()
-
-
-def read_on(card, row):
-    """Readers that are in the middle of an answer."""
-    readers = []
-    for mode in MODES:
-        readers.append(Reader(card, mode).meet())
-        readers[-1].ask(row)
-        assert readers[-1].status() == 0
-    readers.append(Reader(card))  # and one that is in the middle of its knock
-    readers[-1].knock(bytes(30))
-    return readers

@@ -1,6 +1,6 @@
 """Sources that end, one after the other, as a program does. Run, never imported.
 
-python exits.py COUNT
+python exits.py COUNT WAY
 
 Each is a fork of this process that says where it is, and ends when it is told to "go"; this process
 says how.
@@ -11,8 +11,8 @@ import sys
 import threading
 
 import numpy as np
+from ways import transport_of
 
-from torch_ros.features.tcp.transport import TcpTransport
 from torch_ros.spans import Region
 
 for _number in range(int(sys.argv[1])):
@@ -26,9 +26,9 @@ else:
     sys.exit(0)
 
 memory = np.full(32 << 20, 7, np.uint8)
-transport = TcpTransport()
+transport = transport_of(sys.argv[2])
 registration = transport.register([Region(memory.ctypes.data, memory.nbytes)])
-reading = TcpTransport()  # it reads as well, in a thread that nobody ends
+reading = transport_of(sys.argv[2])  # it reads as well, in a thread that nobody ends
 target = np.zeros(1 << 20, np.uint8)
 reading.register([Region(target.ctypes.data, target.nbytes)])
 peer = reading.connect(transport.connection)

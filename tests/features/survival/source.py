@@ -17,8 +17,9 @@ import threading
 import time
 
 import numpy as np
+from ways import transport_of
 
-from torch_ros.features.tcp.transport import TcpTransport
+from torch_ros.p2p import shared
 from torch_ros.spans import Region
 
 CANARY, GAP = 0xA5, 8192
@@ -33,11 +34,12 @@ class Source:
     """Regions of these sizes, each a registration of its own.
 
     Args:
+        way: By which it is read.
         limit: Of open files, if any; `files` of them are taken before the transport is made.
-        is_file: The first region is a file in memory.
+        is_file: The regions are a file in memory, which can be cut short.
     """
 
-    def __init__(self, sizes, limit=0, files=0, is_file=False, pipe="ignored"):
+    def __init__(self, sizes, way="tcp", limit=0, files=0, is_file=False, pipe="ignored"):
         if limit:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
         if pipe == "default":
@@ -47,14 +49,16 @@ class Source:
         self.file = os.memfd_create("regions") if is_file else -1
         if is_file:
             os.ftruncate(self.file, total)
-        self.memory = np.frombuffer(mmap.mmap(self.file, total), np.uint8)
+        is_mapped = way == "mapped" and not is_file
+        memory = shared.allocate(total) if is_mapped else mmap.mmap(self.file, total)
+        self.memory = np.frombuffer(memory, np.uint8)
         self.memory[:] = CANARY
         self.regions, at = [], GAP
         for number, size in enumerate(sizes):
             self.regions.append(self.memory[at : at + size])
             self.regions[-1][:] = pattern(number, size)
             at += size + GAP
-        self.transport = TcpTransport()
+        self.transport = transport_of(way)
         self.registrations = [self._register([region]) for region in self.regions]
         self.children, self.expected = [], self.memory.copy()
 
