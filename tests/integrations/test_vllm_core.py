@@ -1,6 +1,8 @@
 """vLLM's engine core takes notice of updates; a class with its methods stands for it."""
 
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -10,6 +12,7 @@ from torch_ros.integrations.vllm import core
 from torch_ros.integrations.vllm.told import hear, tell
 
 LOST = SourceLost("trainer", "it left", 0, 12)
+METHODS = ("collective_rpc", "get_weight_version", "add_request", "resume_scheduler")
 
 
 class Scheduler:
@@ -17,7 +20,7 @@ class Scheduler:
 
     def __init__(self):
         self.prefixes, self.running, self.held_for_good = {"a prompt"}, ["a request"], []
-        self.can_reset_connector = True
+        self.can_reset_connector, self.is_paused, self.ended = True, False, []
 
     def reset(self, reset_running_requests, reset_connector):
         if reset_running_requests:
@@ -29,8 +32,13 @@ class Scheduler:
         self.prefixes = set()
         return self.can_reset_connector or not reset_connector
 
+    def finish_requests(self, names, status):
+        assert (names, status) == (None, "error")
+        ended, self.running = self.running, []
+        return [one for one in ended if one != "a request"]
 
-def engine_core(backend="torch_ros", load_format="auto"):
+
+def engine_core(backend="torch_ros", load_format="auto", *, is_process=False):
     """A core of a class of its own, which is watched."""
 
     class Core:
@@ -41,7 +49,8 @@ def engine_core(backend="torch_ros", load_format="auto"):
             self.scheduler, self.encodings, self.label = Scheduler(), {"an image"}, core.FIRST
             engines = [SimpleNamespace(active=None), SimpleNamespace(active=None)]
             self.workers = [SimpleNamespace(weight_transfer_engine=one) for one in engines]
-            self.fails = None
+            self.fails, self.is_pooling_model = None, False
+            self.step_fn = lambda: (None, True)
 
         def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
             if callable(method):
@@ -65,9 +74,55 @@ def engine_core(backend="torch_ros", load_format="auto"):
         def get_weight_version(self):
             return self.label
 
-    core.watch_class(Core)
-    core.watch_class(Core)  # vLLM may load a plug-in more than once
-    return Core()
+        def is_scheduler_paused(self):
+            return self.scheduler.is_paused
+
+        def add_request(self, request):
+            self.scheduler.running.append(request)
+
+        def abort_requests(self, names):
+            self.scheduler.ended += names
+
+        def resume_scheduler(self):
+            self.scheduler.is_paused = False
+
+    class CoreProcess(Core):
+        def __init__(self):
+            super().__init__()
+            self.told = []
+
+        def _send_error_outputs_to_client(self, names, client):
+            self.told += [(name, client) for name in names]
+
+    for _ in range(2):  # vLLM may load a plug-in more than once
+        core.watch_class(Core)
+    return (CoreProcess if is_process else Core)()
+
+
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch):
+    """The module of engine cores, as far as they look there."""
+    loaded = ModuleType(core.CORE)
+    loaded.RequestStatus = SimpleNamespace(FINISHED_ERROR="error")
+    loaded.FinishReason = SimpleNamespace(ERROR="failed")
+    loaded.EngineCoreOutput = lambda name, tokens, finish_reason: (name, tokens, finish_reason)
+    loaded.EngineCoreOutputs = SimpleNamespace
+    monkeypatch.setitem(sys.modules, core.CORE, loaded)
+
+
+def lost(**options):
+    """A core that had version 1, whose update to 2 has failed in the middle while it was paused."""
+    engine = engine_core(**options)
+    update(engine, 1)
+    engine.scheduler.is_paused, engine.fails = True, tell(LOST, None, has_lost=True)
+    with pytest.raises(RuntimeError):
+        update(engine, 2)
+    engine.fails = None
+    return engine
+
+
+def request(name="r", client=3):
+    return SimpleNamespace(request_id=name, client_index=client)
 
 
 def update(engine, version=1):
@@ -159,7 +214,149 @@ def test_a_core_that_is_loaded_is_watched(monkeypatch):
     monkeypatch.delitem(sys.modules, core.CORE, raising=False)
     core.watch()
     loaded = ModuleType(core.CORE)
-    loaded.EngineCore = type("EngineCore", (), {"collective_rpc": lambda self: None})
+    methods = dict.fromkeys(METHODS, lambda self: None)
+    loaded.EngineCore = type("EngineCore", (), methods)
     monkeypatch.setitem(sys.modules, core.CORE, loaded)
     core.watch()
-    assert loaded.EngineCore.collective_rpc.is_watched
+    assert all(getattr(loaded.EngineCore, name).is_watched for name in METHODS)
+
+
+# -- no version, no answer
+
+
+def test_an_engine_that_has_lost_its_version_answers_no_process(caplog):
+    engine = lost(is_process=True)
+    engine.add_request(request())
+    assert engine.told == [("r", 3)]
+    assert engine.scheduler.ended == ["r"]  # if it was a session's next input
+    assert engine.scheduler.running == []
+    assert "request r is refused: this engine: expected a whole version" in caplog.text
+    assert "found none: an update has failed in the middle" in caplog.text
+    update(engine, 3)
+    engine.add_request(request("s"))
+    assert [one.request_id for one in engine.scheduler.running] == ["s"]
+    assert engine.told == [("r", 3)]
+
+
+def test_an_engine_in_the_process_of_its_caller_hands_out_an_error_at_the_next_steps():
+    """vLLM waits for a request for ever of which it gets no output."""
+    engine = lost()
+    for name in "rs":
+        engine.add_request(request(name))
+    steps = [engine.step_fn() for _ in range(3)]
+    ended = [(found[0].outputs, found[0].finished_requests) for found, _ in steps[:2]]
+    assert sorted(ended, key=str) == [([(n, [], "failed")], {n}) for n in "rs"]
+    assert steps[2] == (None, True)  # its own
+
+
+def test_requests_that_were_kept_do_not_go_on_without_a_version():
+    engine = lost()
+    with pytest.raises(RuntimeError, match="update it to a version, or load weights by"):
+        engine.resume_scheduler()
+    assert engine.scheduler.is_paused
+    engine.set_weight_version("2")  # a driver that did not look at the answer
+    assert engine.get_weight_version() == core.NO_VERSION
+    with pytest.raises(RuntimeError):
+        engine.resume_scheduler()
+    update(engine, 3)
+    assert engine.get_weight_version() == "3"
+    engine.resume_scheduler()
+    assert not engine.scheduler.is_paused
+
+
+def test_requests_that_run_while_nobody_pauses_end_with_an_error():
+    engine = engine_core(is_process=True)
+    update(engine, 1)
+    engine.add_request(request("running"))
+    engine.fails = tell(LOST, None, has_lost=True)
+    with pytest.raises(RuntimeError):
+        update(engine, 2)
+    assert engine.told == [("running", 3)]
+    assert engine.scheduler.running == []
+
+
+def test_an_engine_of_dummy_weights_answers_from_its_first_version_on():
+    engine = engine_core(load_format="dummy")
+    engine.add_request(request())  # nobody has attached
+    engine.resume_scheduler()
+    engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
+    engine.collective_rpc("shutdown_weight_transfer_engine")
+    engine.add_request(request("refused"))
+    with pytest.raises(RuntimeError, match="found none yet: it was started with dummy") as caught:
+        engine.resume_scheduler()
+    assert isinstance(hear(caught.value)[0], NotAvailable)
+    update(engine, 1)
+    engine.add_request(request("s"))
+    assert [one.request_id for one in engine.scheduler.running] == ["s"]
+    engine.resume_scheduler()
+
+
+@pytest.mark.parametrize("is_before", [True, False], ids=["before it attaches", "afterwards"])
+def test_weights_that_were_loaded_by_hand_are_whole(is_before):
+    engine = engine_core(load_format="dummy")
+    calls = ["reload_weights", "init_weight_transfer_engine"]
+    for call in calls if is_before else reversed(calls):
+        engine.collective_rpc(call, kwargs={"init_info": {}})
+    engine.add_request(request())
+    assert len(engine.scheduler.running) == (2 if is_before else 1)
+    assert engine.get_weight_version() == (core.FIRST if is_before else core.BY_HAND)
+
+
+def test_an_engine_without_a_version_stays_so_after_a_failure_before_a_byte():
+    engine = lost()
+    engine.fails = tell(ManifestMismatch("x", "y", "z", "w"), None)
+    with pytest.raises(RuntimeError, match="Worker failed"):
+        update(engine, 3)
+    engine.add_request(request())
+    assert not engine.scheduler.running
+
+
+def test_a_failure_that_left_the_weights_as_they_were_refuses_nothing():
+    engine = engine_core()
+    engine.fails = tell(LOST, 1)
+    with pytest.raises(RuntimeError):
+        update(engine, 2)
+    engine.add_request(request())
+    assert len(engine.scheduler.running) == 2
+    engine.resume_scheduler()
+
+
+def test_requests_of_pooling_pass():
+    """vLLM's server ends where one of these has failed."""
+    engine = lost(is_process=True)
+    engine.is_pooling_model = True
+    engine.add_request(request())
+    assert not engine.told
+
+
+@pytest.mark.parametrize("lacks", [(True, False), (False, True), (False, False)])
+def test_engines_that_share_experts_resume_together_or_not_at_all(lacks):
+    """They wait for each other in vLLM's call: one that refused alone would let the others hang."""
+    engines = [lost() if lack else engine_core() for lack in lacks]
+    met = threading.Barrier(2)
+    said = []
+
+    def any_of(group, mine):
+        assert group == "a group"
+        said.append(mine)
+        met.wait(30)
+        return any(said)
+
+    def resume(engine):
+        engine.dp_group = "a group"
+        engine.vllm_config.parallel_config = SimpleNamespace(has_unfinished_dp=any_of)
+        try:
+            engine.resume_scheduler()
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(2) as threads:
+        refused = list(threads.map(resume, engines))
+    assert [one is not None for one in refused] == [any(lacks)] * 2
+
+
+def test_a_vllm_that_lacks_a_method_is_said_to(caplog):
+    core.watch_class(type("OtherCore", (), {"collective_rpc": lambda self: None}))
+    for name in ("add_request", "resume_scheduler", "get_weight_version"):
+        assert f"OtherCore has no {name} in this vLLM" in caplog.text

@@ -225,21 +225,23 @@ class ServerUnderTest:
         self.ask("finish_weight_update", body)
         self.ask("resume")
 
-    def update_fails(self, version):
-        """As a driver does that goes on after an update that was refused."""
+    def update_fails(self, version, *, is_lost=False):
+        """As a driver does that goes on after a failure; `is_lost`: which left no version."""
         self.ask("pause?mode=keep")
         self.ask("start_weight_update")
-        for path, body in (
+        calls = [
             ("update_weights", {"update_info": {"version": version}}),
             ("finish_weight_update", {"weight_version": str(version)}),
-        ):
+        ]
+        for path, body in [*calls, ("resume", None)] if is_lost else calls:
             try:
                 self.ask(path, body)
             except urllib.error.HTTPError as error:
                 assert error.code >= 500
             else:
                 raise AssertionError(f"{path} succeeded")
-        self.ask("resume")
+        if not is_lost:
+            self.ask("resume")
 
     def close(self):
         self._process.terminate()

@@ -131,7 +131,7 @@ def test_weight_info_follows_an_update_that_fails(server, tiny, train, etcd_endp
     server.update_fails("latest")  # before a byte
     assert said() == "1"
     trainer.publish(3, is_quick=True, nan=["model.norm.weight"])
-    server.update_fails("latest")
+    server.update_fails("latest", is_lost=True)
     assert said() == NO_VERSION
     trainer.publish(4, is_quick=True)
     server.update(4)

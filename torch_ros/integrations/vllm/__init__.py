@@ -2,9 +2,9 @@
 
 vLLM finds `register` by its entry point. An engine with
 ``weight_transfer_config={"backend": "torch_ros"}`` then takes versions through vLLM's own calls,
-offline or over HTTP; `attach` makes them for an offline engine. One method of vLLM's is wrapped, in
-`core`. Knows vLLM; asks torch_ros by its
-public face only. Nothing here is imported before vLLM, or `attach`, asks for it.
+offline or over HTTP; `attach` makes them for an offline engine. Methods of vLLM's engine core are
+wrapped, in `core`. Knows vLLM; asks torch_ros by its public face only. Nothing here is imported
+before vLLM, or `attach`, asks for it.
 """
 
 from torch_ros.integrations.vllm import core

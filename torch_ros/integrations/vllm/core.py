@@ -1,21 +1,33 @@
 """vLLM's engine core, which schedules requests: it notices that the weights are others.
 
 Workers update weights, and vLLM leaves the rest to whoever drives it: what the old weights have
-computed stays in its caches, and `/weight_info` says what it was told last. `watch` wraps one
-method of the engine core, by which every update comes, offline and over HTTP, on each engine of a
-data parallel group. Imports nothing of vLLM.
+computed stays in its caches, `/weight_info` says what it was told last, and requests are answered
+whatever the weights are. `watch` wraps methods of the engine core, by which every update and every
+request comes, offline and over HTTP, on each engine of a data parallel group. An engine that has
+no whole version *lacks* one: it refuses requests, and does not resume those that it has kept.
+Imports nothing of vLLM.
 """
 
+import logging
 import sys
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 from torch_ros.errors import NotAvailable
 from torch_ros.integrations.vllm.told import heard_of_weights, tell
+from torch_ros.printable import log_of
+
+log: logging.Logger = log_of("vllm.torch_ros")  # vLLM configures its own loggers only
 
 CORE = "vllm.v1.engine.core"
 NO_VERSION = "none"  # the weight version of an engine that has no whole version
 FIRST = "default"  # vLLM's own, of the weights that it has started with
+BY_HAND = "loaded by hand"
+LACK = "_torch_ros_lack"  # on a core: why it lacks a version; "": it has one, or nobody knows
+LOADED = "_torch_ros_loaded"  # on a core: weights were loaded by hand
+DUMMY = "none yet: it was started with dummy weights"
+WAY_OUT = "update it to a version, or load weights by `reload_weights`, then resume it"
 
 
 def watch() -> None:
@@ -25,7 +37,7 @@ def watch() -> None:
 
 
 def watch_class(kind: Any) -> None:
-    """Wrap `collective_rpc` of a class of engine cores, once."""
+    """Wrap a class of engine cores, once: its calls to workers, and what they change."""
     rpc = kind.collective_rpc
     if getattr(rpc, "is_watched", False):
         return
@@ -38,13 +50,38 @@ def watch_class(kind: Any) -> None:
             found = rpc(core, method, *args, **named)
         except Exception as error:
             if heard_of_weights(error):
-                core.set_weight_version(NO_VERSION)
+                _lose(core, "none: an update has failed in the middle")
             raise
         NOTED[method](core, lambda look: rpc(core, look))
         return found
 
     collective_rpc.is_watched = True  # type: ignore[attr-defined]
     kind.collective_rpc = collective_rpc
+    _wrap(kind, "get_weight_version", _version)
+    _wrap(kind, "add_request", _add)
+    _wrap(kind, "resume_scheduler", _resume)
+
+
+def _wrap(kind: Any, name: str, call: Callable[..., Any]) -> None:
+    """Make a class call `call(its own method, core, ...)`."""
+    own = getattr(kind, name, None)
+    if own is None:
+        log.warning(
+            "%s has no %s in this vLLM: expected it, to refuse requests while there is no whole "
+            "version; pause the engine after an update that failed",
+            kind.__name__,
+            name,
+        )
+        return
+    if getattr(own, "is_watched", False):
+        return
+
+    @wraps(own)
+    def watched(core: Any, *args: Any, **named: Any) -> Any:
+        return call(own, core, *args, **named)
+
+    watched.is_watched = True  # type: ignore[attr-defined]
+    setattr(kind, name, watched)
 
 
 def _is_ours(core: Any) -> bool:
@@ -52,11 +89,14 @@ def _is_ours(core: Any) -> bool:
     return getattr(config, "backend", None) == "torch_ros"
 
 
+# What becomes of the weights
+
+
 def _attached(core: Any, _: Any) -> None:
     """Dummy weights are no version, whatever vLLM calls them."""
     is_dummy = core.vllm_config.load_config.load_format == "dummy"
-    if is_dummy and core.get_weight_version() == FIRST:
-        core.set_weight_version(NO_VERSION)
+    if is_dummy and core.get_weight_version() == FIRST and not getattr(core, LOADED, False):
+        _lose(core, DUMMY)
 
 
 def _updated(core: Any, ask: Any) -> None:
@@ -66,7 +106,11 @@ def _updated(core: Any, ask: Any) -> None:
         RuntimeError: Something is kept, with a `NotAvailable` told in it.
     """
     versions = {str(version) for version in ask(installed)}
-    core.set_weight_version(versions.pop() if len(versions) == 1 else NO_VERSION)
+    if len(versions) == 1:
+        setattr(core, LACK, "")
+        core.set_weight_version(versions.pop())
+    else:
+        _lose(core, f"several: its workers have {', '.join(sorted(versions))}")
     reason = "requests or a connector hold some"
     try:
         is_reset = core.reset_prefix_cache(True, True)  # noqa: FBT003  # vLLM's signature
@@ -81,10 +125,97 @@ def _updated(core: Any, ask: Any) -> None:
     core.reset_encoder_cache()
 
 
+def _reloaded(core: Any, _: Any) -> None:
+    """Take the weights that somebody has loaded by hand for whole."""
+    setattr(core, LOADED, True)
+    if getattr(core, LACK, ""):
+        setattr(core, LACK, "")
+        core.set_weight_version(BY_HAND)
+
+
+def _lose(core: Any, lack: str) -> None:
+    """Note that the engine has no whole version, and end what runs in an engine that is not paused.
+
+    A driver that has paused it keeps requests, which are computed anew after the next update.
+    """
+    core.set_weight_version(NO_VERSION)
+    setattr(core, LACK, lack)
+    if not core.is_scheduler_paused() and not core.is_pooling_model:
+        failed = sys.modules[CORE].RequestStatus.FINISHED_ERROR
+        for request in core.scheduler.finish_requests(None, failed):
+            _end(core, request)
+
+
 def installed(worker: Any) -> int | None:
     """The version that a worker has."""
     version: int | None = worker.weight_transfer_engine.active
     return version
 
 
-NOTED = {"init_weight_transfer_engine": _attached, "update_weights": _updated}
+NOTED = {
+    "init_weight_transfer_engine": _attached,
+    "update_weights": _updated,
+    "reload_weights": _reloaded,
+}
+
+
+# What becomes of requests
+
+
+def _version(own: Any, core: Any) -> Any:
+    """A driver may have named the next version before it came to know that the update failed."""
+    return NO_VERSION if getattr(core, LACK, "") else own(core)
+
+
+def _refuses(core: Any) -> bool:
+    """Whether it refuses requests. vLLM has no answer for one of pooling that has failed."""
+    return bool(getattr(core, LACK, "")) and not core.is_pooling_model
+
+
+def _add(own: Any, core: Any, request: Any, *args: Any, **named: Any) -> Any:
+    """Refuse a request; vLLM answers it with its error, a 500 over HTTP."""
+    if not _refuses(core):
+        return own(core, request, *args, **named)
+    log.warning("request %s is refused: %s", request.request_id, _refusal(core))
+    _end(core, request)
+    core.abort_requests([request.request_id])  # a session, to which this is the next input
+    return None
+
+
+def _resume(own: Any, core: Any) -> Any:
+    """Refuse to go on with requests that were kept, unless the weights are whole again.
+
+    Engines that share their experts wait for each other in vLLM's call, and would answer by parts
+    of each other's weights: if one of them lacks a version, all refuse.
+    """
+    lack = bool(getattr(core, LACK, ""))
+    group = getattr(core, "dp_group", None)
+    if group is not None and _is_ours(core):
+        lack = core.vllm_config.parallel_config.has_unfinished_dp(group, lack)
+    if lack:
+        raise RuntimeError(tell(_refusal(core), None))
+    return own(core)
+
+
+def _refusal(core: Any) -> NotAvailable:
+    lack = getattr(core, LACK, "") or "none on an engine beside it"
+    return NotAvailable(
+        f"this engine: expected a whole version of its weights, found {lack}; {WAY_OUT}"
+    )
+
+
+def _end(core: Any, request: Any) -> None:
+    """Tell the process that has sent a request, or this one, that it has failed."""
+    if (tell_client := getattr(core, "_send_error_outputs_to_client", None)) is not None:
+        tell_client([request.request_id], request.client_index)
+        return
+    step, vllm = core.step_fn, sys.modules[CORE]
+
+    def step_once() -> Any:
+        core.step_fn = step
+        error, name = vllm.FinishReason.ERROR, request.request_id
+        output = vllm.EngineCoreOutput(name, [], finish_reason=error)
+        outputs = vllm.EngineCoreOutputs(outputs=[output], finished_requests={name})
+        return {0: outputs}, False
+
+    core.step_fn = step_once

@@ -92,8 +92,8 @@ class Attached:
 
         Raises:
             TorchRosError: The error of the lowest worker that failed. If the engine still has its
-                version it goes on with that; else it stays paused, `version` is None, and a later
-                `update` may succeed.
+                version it goes on with that; else it stays paused and refuses requests, `version`
+                is None, and a later `update` may succeed.
         """
         tries = TRIES if isinstance(version, str) else 1
         while True:
