@@ -70,3 +70,16 @@ def changed(rule: str, change: Any) -> Iterator[None]:
         for owner, name in owners(rule):
             stack.enter_context(patch.object(owner, name, change(getattr(owner, name))))
         yield
+
+
+@contextmanager
+def others(made: dict[tuple[ModuleType, str], object]):
+    """Within it, these names are others. `patch.object` takes a hundred times as long for each."""
+    before = {(module, name): getattr(module, name) for module, name in made}
+    try:
+        for (module, name), value in made.items():
+            setattr(module, name, value)
+        yield
+    finally:
+        for (module, name), value in before.items():
+            setattr(module, name, value)

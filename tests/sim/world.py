@@ -19,13 +19,14 @@ import pkgutil
 from collections import Counter, deque
 from contextlib import ExitStack, contextmanager
 from random import Random
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
 import wires
 from buckets import READ_S, URL, ModelBucket
 from checks import Broken, Checks
+from planting import others
 from replicas import BLOCK_CELLS, CONTENT, PROBE, RELEASE_S, TTL_S, Process, Start, Struck, Task
 from schedule import Scheduler
 from stores import Connection, Store, wakes
@@ -165,6 +166,13 @@ def few_change(index, content: int):
     kind = index % 6
     age = np.where(kind == 0, content, np.where(kind == 3, content % 2, content // 100))
     return index + age * CONTENT
+
+
+@functools.cache
+def _known(names: tuple[str, ...]) -> list[tuple[ModuleType, str]]:
+    """The modules that know each of these."""
+    there = ((module, name) for module in INHABITED for name in names)
+    return [each for each in there if getattr(*each, None) is not None and each not in HOMES]
 
 
 plans: dict[tuple, ReadPlan] = {}
@@ -794,10 +802,8 @@ class World(Scheduler):
             "BLINK_S": LOOK_S,  # a wait for a read is as long
         }
         with ExitStack() as stack:
-            for module in INHABITED:
-                for name, value in everywhere.items():
-                    if getattr(module, name, None) is not None and (module, name) not in HOMES:
-                        stack.enter_context(patch.object(module, name, value))
+            known = _known((*everywhere,))
+            stack.enter_context(others({place: everywhere[place[1]] for place in known}))
             spans = (f"00-{n:032x}-{n:016x}-01" for n in itertools.count(1))
             stack.enter_context(patch.object(tracing.Spans, "traceparent", lambda _: next(spans)))
             stack.enter_context(patch.object(reading, "plan", planned))
