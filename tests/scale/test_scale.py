@@ -1,5 +1,5 @@
 """The simulator of many replicas: its parts against slow ones, and short runs with bounds."""
-# needs features deltas, fallback, following, installs, lending, pace, seeding, streams
+# needs features deltas, fallback, following, installs, lending, pace, seeding, streams, tcp
 
 import itertools
 import os

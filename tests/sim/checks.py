@@ -375,6 +375,17 @@ class Checks:
             self._compare(process, first, first + max(1, size // 8), "a read landed")
 
     @told_at_once
+    def sent(self, process: Process, agent: str, address: int, size: int) -> None:
+        """I2: what was unregistered is not read any more, however slow a reader is."""
+        is_there = self.world.wires[agent].has(address, size)
+        demand(is_there, f"I2: {process} sends {size} bytes that are not registered any more")
+
+    @told_at_once
+    def met(self, process: Process, wanted: str, found: str) -> None:
+        """I7: who connects meets the process of the card, and no other at its address."""
+        demand(wanted == found, f"I7: {process} has met {found}, and its card is of {wanted}")
+
+    @told_at_once
     def wrote(self, process: Process) -> None:
         self._compare(process, 0, len(process.cells), "its owner wrote")
 

@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 FOLDERS = (
     "bucket",
+    "channels",
     "cli",
     "codec",
     "copies",

@@ -76,7 +76,7 @@ class Scene(World):
         self.step_s, self.haste, self.read_s = 0.001, 0.0, 0.0
         self.steps_of_trouble, self.struck_share = 1_000_000, 0.0
         self.many = (32, 8, 8)
-        self.is_judged = self.is_compared = self.makes_deltas = False
+        self.is_judged = self.is_compared = self.makes_deltas = self.is_streamed = False
         self.shapes = self.shape
         self.slow_s: dict[Process, float] = {}  # how long reads of a process take
         self.uneven: set[Process] = set()  # whose reads land in no order

@@ -259,8 +259,8 @@ class Scheduler:
             owner: Actor | None = None
             depth = 0
 
-            def acquire(self, timeout: float = math.inf) -> bool:
-                until_s = world.now_s + timeout
+            def acquire(self, blocking: bool = True, timeout: float = math.inf) -> bool:
+                until_s = world.now_s + timeout if blocking else -math.inf
                 while self.owner is not None and self.owner is not world.current:
                     if world.now_s >= until_s:
                         return False

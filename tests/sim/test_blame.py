@@ -1,5 +1,5 @@
 """A short form of `tests/sim/blame.py`, which plays thousands of seeds."""
-# needs features deltas, fallback, following, installs, lending, pace, seeding, streams
+# needs features deltas, fallback, following, installs, lending, pace, seeding, streams, tcp
 
 from unittest.mock import patch
 

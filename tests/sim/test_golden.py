@@ -1,5 +1,5 @@
 """Scenes go as their stories say. Is a change meant: golden.py --write, and read what differs."""
-# needs features deltas, fallback, following, installs, lending, pace, seeding, streams
+# needs features deltas, fallback, following, installs, lending, pace, seeding, streams, tcp
 
 import faults  # noqa: F401  # the scenes of all modules
 import pytest

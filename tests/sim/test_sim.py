@@ -1,5 +1,5 @@
 """Short runs of the simulator; `make sim` and `make sim-faults` are the long ones."""
-# needs features deltas, fallback, following, installs, lending, pace, seeding, streams
+# needs features deltas, fallback, following, installs, lending, pace, seeding, streams, tcp
 
 from collections import Counter
 

@@ -16,6 +16,7 @@ import itertools
 import logging
 import math
 import pkgutil
+import secrets
 from collections import Counter, deque
 from contextlib import ExitStack, contextmanager
 from random import Random
@@ -29,11 +30,13 @@ from checks import Broken, Checks
 from planting import others
 from replicas import BLOCK_CELLS, CONTENT, PROBE, RELEASE_S, TTL_S, Process, Start, Struck, Task
 from schedule import Scheduler
+from sockets import Sock, StreamWire, streamed
 from stores import Connection, Store, wakes
 from story import short
 from wires import LOOK_S, Wire
 
 from torch_ros import deadline, face, features, protocol, shard, transfer
+from torch_ros.channels import steps
 from torch_ros.codec.table import TABLE_BYTES
 from torch_ros.costs import NIXL_COSTS
 from torch_ros.deadline import Deadline
@@ -61,7 +64,7 @@ from torch_ros.weights.plan import ReadPlan, plan
 # The modules whose threads, time and waits are the world's: those that wait, and all above them.
 # Spans are made by a thread and a clock of their own.
 INHABITED = (
-    *(run, session, deadline, manifest),
+    *(run, session, deadline, manifest, steps),
     *(
         importlib.import_module(found.name)
         for package in (protocol, transfer, shard, features, face)
@@ -88,6 +91,8 @@ EVENTS = (
     "attached to a relay",
     "attached to what lingers",
     "a bucket's version is corrupt",
+    "a connection cut",
+    "a stranger at the address",
     "chosen among many",
     "closed",
     "copied to host memory",
@@ -106,6 +111,7 @@ EVENTS = (
     "garbage read",
     "lingers",
     "loaded",
+    "never answered",
     "not waited for",
     "offered when back",
     "other bytes under an old number",
@@ -124,6 +130,7 @@ EVENTS = (
     "replicate: SourceLost",
     "replicate: VersionNotFound",
     "seats taken again",
+    "sent in part",
     "served",
     "started twice",
     "stopped",
@@ -143,6 +150,7 @@ MANY = ((txn, "SAMPLE_MAX"), (versions, "HOLDERS_MAX"), (sources, "NEIGHBOURS"))
 JUDGED = {"PACE_S": 0.0, "PACE_BYTES": 32, "CAUGHT_UP_BYTES": 0}
 MAKE_DELTAS = {4, 7}  # of the seeds modulo 15: trainers publish copies, with deltas
 ARCHIVED = 2  # of the seeds modulo 5: there is a bucket
+STREAMED = 6  # of the seeds modulo 11: bytes come over TCP
 COMPARED = {  # slow ones are found by how bytes land alone
     "PACE_S": 1e9,
     "LANDINGS": 2,
@@ -205,7 +213,9 @@ class World(Scheduler):
         self.told: deque = deque(maxlen=story)
         self.store = Store(self)
         self.keys = Keys("m")
-        self.wires: dict[str, Wire] = {}
+        self.wires: dict[str, Wire | StreamWire] = {}
+        self.ports: dict = {}  # who listens there
+        self.dialed: list[Sock] = []
         self.watchers: dict = {}
         self.down_until_s = self.leases_renewed_s = 0.0
         self.store_hindered: list[tuple[float, float]] = []
@@ -236,6 +246,9 @@ class World(Scheduler):
         self.is_installing = seed % 7 == 3
         self.is_judged = seed % 2 == 1  # whoever is slow
         self.is_compared = seed % 4 == 1  # and no process copies from another
+        self.is_streamed = seed % 11 == STREAMED
+        # Of answers: sent in two parts; if late, copied early; if they fail, never there.
+        self.part_share, self.early_share, self.silent_share = 0.3, 0.5, 0.5
         # From how many records on they are many: SAMPLE_MAX, HOLDERS_MAX and NEIGHBOURS.
         self.many = rng.choice([*4 * [(32, 8, 8)], (2, 1, 2), (1, 1, 1)])
         self.makes_deltas = seed % 15 in MAKE_DELTAS
@@ -564,6 +577,7 @@ class World(Scheduler):
         if not alive:
             self._start_again()
             return
+        self._fail_a_connection()
         if self._strikes("kill", 0.04):
             self._kill_one(rng.choice(alive))
         if self._strikes("suspend", 0.05):
@@ -590,6 +604,12 @@ class World(Scheduler):
             self.store_away(rng.choice([0.1, 1, 4]))
         if self._strikes("store away", 0.03):
             self.store_away(rng.choice([1, 4, 9, 12, 25]))
+
+    def _fail_a_connection(self) -> None:
+        if self.dialed and self._strikes("read", 0.1):
+            self.dialed = [each for each in self.dialed if not each.is_closed]
+            for each in self.rng.sample(self.dialed, min(1, len(self.dialed))):
+                each.fail()
 
     def suspend(self, victim: Process, pause_s: float) -> None:
         self.tell(victim, f"is suspended for {pause_s} s")
@@ -781,7 +801,7 @@ class World(Scheduler):
             "Latch": threads.Event,
             "_aside": SimpleNamespace(run=lambda job: job()),
             "time": time,
-            "secrets": SimpleNamespace(token_hex=self.token),
+            "secrets": SimpleNamespace(token_hex=self.token, token_bytes=secrets.token_bytes),
             "settle": settle,
             "follow": follow,
             "Deadline": self.deadline,
@@ -791,9 +811,9 @@ class World(Scheduler):
             "_open_shards": set(),
             "_close_open_shards_at_exit": lambda: None,
             "mark_written": lambda _: None,
-            "choose_transport": lambda *_, replica, **__: Wire(
-                world, world.current.process, replica
-            ),
+            "choose_transport": lambda *_, replica, **__: (
+                StreamWire if world.is_streamed else Wire
+            )(world, world.current.process, replica),
             "bucket_below": lambda url, _: world.below if url else None,
             "connect_store": lambda _, **__: Connection(world, world.current.process),
             "STEP_BYTES": 7,
@@ -804,6 +824,7 @@ class World(Scheduler):
         with ExitStack() as stack:
             known = _known((*everywhere,))
             stack.enter_context(others({place: everywhere[place[1]] for place in known}))
+            stack.enter_context(streamed(world))
             spans = (f"00-{n:032x}-{n:016x}-01" for n in itertools.count(1))
             stack.enter_context(patch.object(tracing.Spans, "traceparent", lambda _: next(spans)))
             stack.enter_context(patch.object(reading, "plan", planned))
