@@ -261,6 +261,22 @@ class _Server(serving.Server):
         self._ends = True
         self._drop_all()
 
+    def _copied(self, parts):
+        for _, address, size, _ in parts:
+            self.world.checks.sent(self.process, self._agent, address, size)
+        return super()._copied(parts)
+
+    def _answer(self, channel, rows):
+        was_there = self._has(rows)
+        try:
+            yield from super()._answer(channel, rows)
+        finally:
+            if not self._has(rows):
+                self.world.saw(f"let go of {'within' if was_there else 'before'} an answer")
+
+    def _has(self, rows) -> bool:
+        return all(self._table.find(*row) is not None for row in rows)
+
     def meet(self, sock: Sock) -> None:
         one = serving._Connection(sock, "here", 0.0)
         one.is_near, one.steps = True, self._serve(one)
@@ -282,8 +298,8 @@ class _Server(serving.Server):
             return
         one.sock.called = partial(self._call, one)
         self._step(one)
-        if one.event == WRITE:
-            one.sock.called()
+        if one.event == WRITE:  # who sends what comes late has room late
+            self.world.at(self.world.now_s + one.sock.late_s, one.sock.called)
 
 
 @contextmanager
@@ -306,6 +322,9 @@ def streamed(world):
         world.checks.met(world.current.process, card.agent, sock.other.agent)
         return channel
 
+    def dial(*_):
+        return Sock(world, world.current.process)
+
     def wait(flights, _):
         ready = {each for each in flights if _is_ready(each)}
         if not ready:
@@ -324,7 +343,8 @@ def streamed(world):
         (transport, "_transports"): set(),
         (reading, "wait"): wait,
         (pool, "greet"): meets,
-        (pool, "socket"): _Kernel(world),
+        (pool, "_sockets"): set(),
+        (pool, "socket"): SimpleNamespace(**{**vars(socket), "socket": dial}),
         (serving, "log"): SimpleNamespace(log=lambda *_: None, exception=partial(_raised, world)),
         **{(wire, name): most for name, most in LIMITS.items()},
     }
@@ -339,13 +359,3 @@ def _is_ready(flight: pool.Flight) -> bool:
 def _raised(world, *_) -> None:
     """Nothing that was not expected happens to a source."""
     world.crash = world.crash or sys.exception()
-
-
-class _Kernel:
-    """The module `socket`, as one who connects knows it."""
-
-    def __init__(self, world) -> None:
-        self.socket = lambda *_: Sock(world, world.current.process)
-
-    def __getattr__(self, name: str):
-        return getattr(socket, name)

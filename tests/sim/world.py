@@ -109,6 +109,7 @@ EVENTS = (
     "installed",
     "await_installed: ok",
     "garbage read",
+    "let go of before an answer",
     "lingers",
     "loaded",
     "never answered",
@@ -150,7 +151,7 @@ MANY = ((txn, "SAMPLE_MAX"), (versions, "HOLDERS_MAX"), (sources, "NEIGHBOURS"))
 JUDGED = {"PACE_S": 0.0, "PACE_BYTES": 32, "CAUGHT_UP_BYTES": 0}
 MAKE_DELTAS = {4, 7}  # of the seeds modulo 15: trainers publish copies, with deltas
 ARCHIVED = 2  # of the seeds modulo 5: there is a bucket
-STREAMED = 6  # of the seeds modulo 11: bytes come over TCP
+STREAMED = 1  # of the seeds modulo 11: bytes come over TCP
 COMPARED = {  # slow ones are found by how bytes land alone
     "PACE_S": 1e9,
     "LANDINGS": 2,

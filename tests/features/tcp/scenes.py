@@ -13,6 +13,7 @@ from scenes import SCENES, Scene, publish, replicate, scenes_of, unpublish
 from torch_ros import errors
 from torch_ros.channels import wire
 from torch_ros.features.tcp.reading import TcpTransfer
+from torch_ros.spans import Region
 from torch_ros.transfer.feed import Following
 from torch_ros.transfer.peers import Peers
 from torch_ros.transfer.reading import ReadPass
@@ -224,13 +225,15 @@ def _make_small(*_) -> bool:
     return True
 
 
-def _let_go(scene: Scene) -> None:
-    """What unregistering the tensors does first."""
+def _let_go(scene: Scene, *, comes_back: bool = False) -> None:
+    """What unregistering the tensors does first; then they may be there again, under another id."""
     source = _of(scene, "t")
     endpoint = scene.wires[f"agent-{source.number}"]
     for each in [*endpoint.registrations]:
         if any(start <= source.base < end for start, end in each.bounds):
             each.close()
+            if comes_back:
+                endpoint.register([Region(start, end - start) for start, end in each.bounds])
 
 
 def lets_go_between_requests(scene: Scene) -> None:
@@ -240,7 +243,7 @@ def lets_go_between_requests(scene: Scene) -> None:
     def let_go(read: TcpTransfer, _, rows) -> bool:
         is_second = read.size_bytes == BLOCK_BYTES and rows[0][1] != read._rows[0][1]
         if is_second:
-            _let_go(scene)
+            _let_go(scene, comes_back=True)
         return is_second
 
     with _before(ReadPass, "_post", _make_small), _before(TcpTransfer, "_asked", let_go):
