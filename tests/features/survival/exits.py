@@ -13,6 +13,7 @@ import threading
 import numpy as np
 from ways import transport_of
 
+from torch_ros.p2p import shared
 from torch_ros.spans import Region
 
 for _number in range(int(sys.argv[1])):
@@ -25,10 +26,13 @@ for _number in range(int(sys.argv[1])):
 else:
     sys.exit(0)
 
-memory = np.full(32 << 20, 7, np.uint8)
-transport = transport_of(sys.argv[2])
+way, size = sys.argv[2], 32 << 20
+is_file = way == "mapped"
+memory = np.frombuffer(shared.allocate(size), np.uint8) if is_file else np.empty(size, np.uint8)
+memory[:] = 7
+transport = transport_of(way)
 registration = transport.register([Region(memory.ctypes.data, memory.nbytes)])
-reading = transport_of(sys.argv[2])  # it reads as well, in a thread that nobody ends
+reading = transport_of(way)  # it reads as well, in a thread that nobody ends
 target = np.zeros(1 << 20, np.uint8)
 reading.register([Region(target.ctypes.data, target.nbytes)])
 peer = reading.connect(transport.connection)
