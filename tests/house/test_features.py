@@ -17,13 +17,30 @@ def marks(package):
 
 
 @pytest.mark.timeout(400)
-def test_without_any_one_feature_the_rest_imports_publishes_replicates_and_updates():
-    command = [sys.executable, PACKAGE.parent / "tests/house/without.py"]
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        pytest.param((), FEATURES, marks=pytest.mark.long, id="any one"),
+        pytest.param(("--together",), ["all"], id="all"),
+    ],
+)
+def test_without_features_the_rest_imports_publishes_replicates_and_updates(arguments, told):
+    command = [sys.executable, PACKAGE.parent / "tests/house/without.py", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=380)
     assert (done.returncode, done.stdout.split("\n")[:-1]) == (
         0,
-        [f"{feature}: stands" for feature in FEATURES],
+        [f"{each}: stands" for each in told],
     ), done.stderr
+
+
+def test_without_any_one_feature_no_function_uses_a_name_that_went_with_it(tmp_path):
+    for path, text in [(path, path.read_text()) for path in PACKAGE.rglob("*.py")]:
+        for feature in [each for each in FEATURES if f"# feature {each}" in text]:
+            file = tmp_path / feature / path.relative_to(PACKAGE)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(stripped(text, feature))
+    assert {path.name for path in tmp_path.iterdir()} == set(FEATURES)
+    assert undefined(tmp_path) == ""
 
 
 def test_a_name_that_goes_with_a_feature_is_seen_where_no_call_comes_to_it(tmp_path):

@@ -1,6 +1,7 @@
 """The package without one of its features: what is left imports, publishes, replicates and updates.
 
 python tests/house/without.py [FEATURE...]            each of them, in a process of its own; all
+python tests/house/without.py --together              all of them at once
 python tests/house/without.py --tests [FEATURE...]    runs the fast tests of the rest; minutes each
 
 A feature is a folder of torch_ros/features, one of tests/features, and the lines elsewhere that
@@ -86,9 +87,10 @@ def modules(name: str) -> Iterator[str]:
             yield info.name
 
 
-def transports(feature: str) -> tuple[str, ...]:
-    """To use without the feature: NIXL, which takes a second, only if it stands around that."""
-    is_around = f"# feature {feature}" in (PACKAGE / "face/choose.py").read_text()
+def transports(*features: str) -> tuple[str, ...]:
+    """To use without them: NIXL, which takes a second, only if one stands around that."""
+    chosen = (PACKAGE / "face/choose.py").read_text()
+    is_around = any(f"# feature {feature}" in chosen for feature in features)
     return ("memory", "ucx") if is_around else ("memory",)
 
 
@@ -125,12 +127,13 @@ def undefined(package: Path) -> str:
     return subprocess.run([*command, *rule], capture_output=True, text=True).stdout
 
 
-def try_without(feature: str) -> int:
-    """The exit status of a child that uses the package without the feature."""
+def try_without(*features: str) -> int:
+    """The exit status of a child that uses the package without these features."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "torch_ros"
         shutil.copytree(PACKAGE, copy)  # with what is compiled already
-        remove(feature, copy)
+        for feature in features:
+            remove(feature, copy)
         if found := undefined(copy):
             print(found, file=sys.stderr)
             return 1
@@ -138,7 +141,7 @@ def try_without(feature: str) -> int:
             status = 1
             try:
                 sys.path.insert(0, folder)
-                for transport in transports(feature):
+                for transport in transports(*features):
                     use(transport)
                 status = 0
             except BaseException:
@@ -161,6 +164,10 @@ def main(features: list[str]) -> int:
     sys.path[:] = [path for path in sys.path if not (Path(path or ".") / "torch_ros").exists()]
     sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in repr(each).lower()]
     gc.freeze()  # or each child looks at all of it, and has it written anew
+    if features == ["--together"]:
+        status = try_without(*FEATURES)
+        print(f"all: {'fails' if status else 'stands'}")
+        return status
     failed = [feature for feature in features if try_without(feature)]
     for feature in features:
         print(f"{feature}: {'fails' if feature in failed else 'stands'}")
