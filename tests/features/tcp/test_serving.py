@@ -728,7 +728,8 @@ def test_a_fork_waits_for_a_meeting_under_way():
     thread.join()
 
 
-def test_forks_do_not_hang_beside_meetings():
+@pytest.mark.parametrize("count", [20, pytest.param(60, marks=pytest.mark.long)])
+def test_forks_do_not_hang_beside_meetings(count):
     """OpenSSL's locks are free in a child, whatever another thread did at the fork."""
     ends = threading.Event()
     with closing(transport(is_sealed=True)) as source:
@@ -740,7 +741,7 @@ def test_forks_do_not_hang_beside_meetings():
         thread = threading.Thread(target=meet)
         thread.start()
         try:
-            for _ in range(60):
+            for _ in range(count):
                 if not (child := os.fork()):
                     hashlib.new("sha3_384").update(b"x")
                     os._exit(0)
