@@ -71,13 +71,13 @@ forking.END_S = 20.0  # on the busiest of machines, too
 everything = under("/fork-tests/")
 
 def store():
-    kv = connect(endpoint, timeout_s=10)
-    kv.read(Read((everything,)), timeout_s=10)
+    kv = connect(endpoint, timeout_s=30)
+    kv.read(Read((everything,)), timeout_s=30)
     return kv
 
 def child(body, *, exits=False):
     if (pid := os.fork()) == 0:
-        signal.alarm(20)  # it hangs
+        signal.alarm(60)  # it hangs
         try:
             body()
         except UsageError as error:

@@ -21,6 +21,7 @@ from torch_ros.store.etcd import EtcdKV
 from torch_ros.store.txn import Put, Read, Txn, one
 
 TTL_S = 2
+TIMEOUT_S, AT_ONCE_S = 60, 20  # calls that wait for etcd take all of the first
 CORRUPT = 2  # an alarm
 ROOT = "root"
 PASSWORD = "secret"
@@ -159,7 +160,7 @@ def opened(etcd):
     with contextlib.ExitStack() as stack:
 
         def open_(replica, as_user="", **options):
-            options = {"ttl_s": TTL_S, "timeout_s": 60, "transport": "memory", **options}
+            options = {"ttl_s": TTL_S, "timeout_s": TIMEOUT_S, "transport": "memory", **options}
             where = f"etcd://{etcd.server.host}"
             if as_user:
                 where += f"?user={as_user}&password_file={etcd.user.password_file}"
@@ -190,11 +191,11 @@ def test_a_trainer_steps_on_while_etcd_refuses_and_is_read_afterwards(etcd, open
     etcd.strike()
     for version in (2, 3, 4):
         lasts_s = took_s(trainer.unpublish)
-        assert lasts_s < (TTL_S + 5 if version == 2 else 3)
+        assert lasts_s < AT_ONCE_S + (TTL_S if version == 2 else 0)
         sent.fill_(version)
         began_s = time.monotonic()
         assert trainer.publish(version, store_wait_s=0) is False
-        assert time.monotonic() - began_s < 3
+        assert time.monotonic() - began_s < AT_ONCE_S
     assert trainer.version == 4
     assert etcd.sign in caplog.text
     with pytest.raises(TorchRosError, match=etcd.sign):
@@ -216,7 +217,7 @@ def test_a_publish_that_waits_for_nothing_gives_up_its_seat_at_once(etcd, opened
     trainer.publish(1)
     trainer.unpublish()
     etcd.strike()
-    assert took_s(lambda: trainer.publish(2, store_wait_s=0)) < 3
+    assert took_s(lambda: trainer.publish(2, store_wait_s=0)) < AT_ONCE_S
     assert trainer.state == "away"
     etcd.mend()
     assert 2 in reader.wait(lambda there: 2 in there)
@@ -285,7 +286,7 @@ def test_a_save_goes_on_without_being_told_to_and_says_so_once(etcd, opened, cap
         for version in (1, 2):
             began_s = time.monotonic()
             dcp.save(state, storage_writer=ROSWriter(version, handle=trainer))
-            assert time.monotonic() - began_s < TTL_S + 5
+            assert time.monotonic() - began_s < TTL_S + AT_ONCE_S
             trainer.unpublish()
     said = [record.getMessage() for record in caplog.records]
     told = [line.split()[:2] for line in said if "wait for it (store_wait_s=0)" in line]
