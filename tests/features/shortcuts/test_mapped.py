@@ -515,11 +515,14 @@ def test_a_source_without_shared_memory_that_was_killed_is_noticed(spawn, reader
             remote.fetch(remote.read)
 
 
+@pytest.mark.parametrize("times", [15, pytest.param(100, marks=pytest.mark.long)])
 @pytest.mark.parametrize("strategy", ["copy", "not shared"])
-def test_a_read_that_overlaps_a_write_is_followed_by_a_word_that_shows_it(spawn, reader, strategy):
+def test_a_read_that_overlaps_a_write_is_followed_by_a_word_that_shows_it(
+    spawn, reader, strategy, times
+):
     remote = Remote(reader, spawn(SOURCE, strategy, SIZE, "writes"), SIZE)
     counted = refused = 0
-    while min(counted, refused) < 100:
+    while min(counted, refused) < times:
         remote.fetch(remote.ask)
         before = int(remote.word[0])
         remote.fetch(remote.read)
