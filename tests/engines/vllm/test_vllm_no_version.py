@@ -1,12 +1,129 @@
-"""No request is answered while an engine has no whole version."""
+"""No request is answered while an engine has no whole version, and a server says so."""
+
+import json
+import threading
+import urllib.error
+from contextlib import suppress
 
 import pytest
-from rollouts import running_engine
+from rollouts import running_engine, running_server
 
 from torch_ros.integrations.vllm import attach
+from torch_ros.integrations.vllm.core import NO_VERSION
 
+GATE = {"middleware": "torch_ros.integrations.vllm.gate.Gate"}
 BAD = {"nan": ["model.norm.weight"], "is_quick": True}
 PROMPT = list(range(3, 19))
+LONG = 100  # tokens of a request that runs when an update begins
+
+
+@pytest.fixture(scope="module", params=[GATE, {}], ids=["gate", "no gate"])
+def server(request, tiny, tmp_path_factory):
+    log = tmp_path_factory.mktemp("server") / "log"
+    with running_server(tiny("untied"), log, **request.param) as server:
+        server.refuses_with = 503 if request.param else 500
+        server.has_gate = bool(request.param)
+        yield server
+
+
+def body(tokens=4, **named):
+    params = {"temperature": 0, "max_tokens": tokens, "detokenize": False, "ignore_eos": True}
+    return {"model": "m", "token_ids": PROMPT, "sampling_params": params, **named}
+
+
+def refused(server, path, asked=None):
+    """The status of a call that fails, its headers and what it says."""
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        server.ask(path, asked)
+    return caught.value.code, caught.value.headers, caught.value.read().decode()
+
+
+def refuses(server):
+    """Assert that it answers no completion, and is healthy."""
+    code, headers, text = refused(server, "inference/v1/generate", body())
+    assert code == server.refuses_with
+    if server.has_gate:
+        assert headers["retry-after"] == "1"
+        assert "no whole version" in json.loads(text)["error"]["message"]
+    server.ask("health", method="GET")
+    assert server.ask("weight_info", method="GET") == {"weight_version": NO_VERSION}
+
+
+def test_a_server_answers_while_it_has_a_version_and_only_then(server, tiny, train, etcd_endpoint):
+    if server.has_gate:
+        assert refused(server, "inference/v1/generate", body())[0] == 503  # nobody has attached
+    else:
+        server.ask("inference/v1/generate", body())
+    name = f"versionless-{server.has_gate}"
+    trainer = train(tiny("untied"), name)
+    info = {"model": name, "replica": name, "options": {"endpoint": etcd_endpoint}}
+    info |= {"on_failure": "refuse", "direct": "never"}
+    server.ask("init_weight_transfer_engine", {"init_info": info})
+    refuses(server)  # of dummy weights
+    trainer.publish(1, is_quick=True)
+    server.update(1)
+    answer = server.ask("inference/v1/generate", body())
+
+    kept, got = threading.Event(), []
+
+    def stream():
+        import urllib.request
+
+        asked = json.dumps(body(LONG, stream=True)).encode()
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(f"{server.url}/inference/v1/generate", asked, headers)
+        with suppress(OSError), urllib.request.urlopen(request, timeout=300) as lines:
+            for line in lines:
+                got.append(line)
+                kept.set()
+
+    runner = threading.Thread(target=stream, daemon=True)
+    runner.start()
+    assert kept.wait(120)  # its first token is there
+    trainer.publish(2, **BAD)
+    server.ask("pause?mode=keep")
+    server.ask("start_weight_update")
+    assert refused(server, "update_weights", {"update_info": {"version": 2}})[0] == 500
+    refused(server, "finish_weight_update", {"weight_version": "2"})
+    refuses(server)
+    code, _, text = refused(server, "resume")
+    assert code == 500
+    assert "found none: an update has failed in the middle" in text
+    server.ask("update_weight_version", {"new_version": "2"})  # whatever a driver says
+    refuses(server)
+    count = len(got)
+    assert server.ask("is_paused", method="GET") == {"is_paused": True}
+    assert len(got) == count
+
+    published = trainer.publish(3)
+    server.ask("start_weight_update")
+    server.ask("update_weights", {"update_info": {"version": 3}})
+    server.ask("finish_weight_update", {"weight_version": "3"})
+    server.ask("resume")
+    server.agrees(published["answers"])
+    runner.join(300)
+    assert len(got) > count
+    assert server.ask("inference/v1/generate", body()) != answer
+
+
+def test_requests_of_a_driver_that_does_not_pause_end_with_an_error(
+    server, tiny, train, etcd_endpoint
+):
+    name = f"unpaused-{server.has_gate}"
+    trainer = train(tiny("untied"), name)
+    info = {"model": name, "replica": name, "options": {"endpoint": etcd_endpoint}}
+    info |= {"on_failure": "refuse", "direct": "never"}
+    server.ask("init_weight_transfer_engine", {"init_info": info})
+    trainer.publish(1, is_quick=True)
+    server.update(1)
+    trainer.publish(2, **BAD)
+    server.ask("start_weight_update")
+    assert refused(server, "update_weights", {"update_info": {"version": 2}})[0] == 500
+    refused(server, "finish_weight_update")
+    refuses(server)
+    published = trainer.publish(3)
+    server.update(3)
+    server.agrees(published["answers"])
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,8 @@
 vLLM finds `register` by its entry point. An engine with
 ``weight_transfer_config={"backend": "torch_ros"}`` then takes versions through vLLM's own calls,
 offline or over HTTP; `attach` makes them for an offline engine. Methods of vLLM's engine core are
-wrapped, in `core`. Knows vLLM; asks torch_ros by its public face only. Nothing here is imported
-before vLLM, or `attach`, asks for it.
+wrapped, in `core`; `gate` is for vLLM's server. Knows vLLM; asks torch_ros by its public face only.
+Nothing here is imported before vLLM, or `attach`, asks for it.
 """
 
 from torch_ros.integrations.vllm import core

@@ -1,0 +1,228 @@
+"""A server of vLLM says 503 for completions, and for these alone, while there is no version."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from torch_ros.integrations.vllm import gate
+from torch_ros.integrations.vllm.core import FIRST, NO_VERSION
+
+COMPLETIONS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/a/new/path")
+DRIVING = ("/update_weights", "/pause", "/resume", "/v1/load_lora_adapter", "/tokenize")
+
+
+class Engine:
+    """vLLM's client of an engine."""
+
+    def __init__(self, version, load_format="auto"):
+        self.version, self.asked = version, 0
+        load = SimpleNamespace(load_format=load_format)
+        self.vllm_config = SimpleNamespace(load_config=load)
+        self.is_idle = asyncio.Event()
+        self.is_idle.set()
+        self.is_asked = asyncio.Event()
+
+    async def get_weight_version(self):
+        self.asked += 1
+        self.is_asked.set()
+        await self.is_idle.wait()
+        if isinstance(self.version, Exception):
+            raise self.version
+        return self.version
+
+
+class Server:
+    """An app behind the gate, and what each request has got from it."""
+
+    def __init__(self, version, load_format="auto"):
+        self.engine = Engine(version, load_format)
+        self.gate = gate.Gate(self._answer)
+        self.passed, self.status = [], 200
+        self.then = lambda: None
+
+    async def _answer(self, scope, receive, send):
+        self.passed.append(scope["path"])
+        self.then()
+        await send({"type": "http.response.start", "status": self.status, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def ask(self, path, method="POST", **scope):
+        said = []
+        app = SimpleNamespace(state=SimpleNamespace(engine_client=self.engine))
+
+        async def send(message):
+            said.append(message)
+
+        async def receive():
+            return {"type": "websocket.connect"}
+
+        named = {"type": "http", "method": method, "path": path, "app": app} | scope
+        await self.gate(named, receive, send)
+        return said
+
+    async def status_of(self, path, method="POST", **scope):
+        return (await self.ask(path, method, **scope))[0]["status"]
+
+
+def run(story):
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("path", COMPLETIONS)
+def test_completions_get_503_with_a_reason_until_there_is_a_version(path):
+    async def story():
+        server = Server(NO_VERSION)
+        start, body = await server.ask(path)
+        headers = dict(start["headers"])
+        assert (start["status"], headers[b"retry-after"]) == (503, b"1")
+        assert int(headers[b"content-length"]) == len(body["body"])
+        error = json.loads(body["body"])["error"]
+        assert (error["code"], "no whole version" in error["message"]) == (503, True)
+        server.engine.version = "1"
+        assert await server.status_of(path) == 200
+        assert server.passed == [path]
+
+    run(story)
+
+
+@pytest.mark.parametrize("path", DRIVING)
+def test_calls_that_drive_the_engine_pass(path):
+    async def story():
+        server = Server(NO_VERSION)
+        assert await server.status_of(path) == 200
+        assert await server.status_of(f"/root{path}", root_path="/root") == 200
+
+    run(story)
+
+
+def test_gets_pass_such_as_health():
+    async def story():
+        server = Server(NO_VERSION)
+        assert await server.status_of("/health", "GET") == 200
+        assert await server.status_of("/v1/completions", "OPTIONS") == 200
+        assert server.engine.asked == 0
+
+    run(story)
+
+
+@pytest.mark.parametrize(
+    ("version", "load_format", "status"),
+    [(FIRST, "dummy", 503), (FIRST, "auto", 200), ("3", "dummy", 200), (NO_VERSION, "auto", 503)],
+)
+def test_dummy_weights_are_no_version_though_nobody_has_attached(version, load_format, status):
+    async def story():
+        assert await Server(version, load_format).status_of("/v1/completions") == status
+
+    run(story)
+
+
+def test_engines_that_disagree_are_closed():
+    async def story():
+        server = Server(RuntimeError("Engines returned different get_weight_version results"))
+        _, body = await server.ask("/v1/completions")
+        assert "different versions" in json.loads(body["body"])["error"]["message"]
+
+    run(story)
+
+
+def test_an_engine_with_a_version_is_not_asked_at_each_request():
+    async def story():
+        server = Server("1")
+        for _ in range(5):
+            assert await server.status_of("/v1/completions") == 200
+        assert server.engine.asked == 1
+        await server.status_of("/reset_prefix_cache")
+        await server.status_of("/v1/completions")
+        assert server.engine.asked == 1
+
+    run(story)
+
+
+def test_an_update_that_fails_closes_the_gate():
+    async def story():
+        server = Server("1")
+        assert await server.status_of("/v1/completions") == 200
+        server.status = 500
+        server.then = lambda: setattr(server.engine, "version", NO_VERSION)
+        assert await server.status_of("/update_weights") == 500
+        assert await server.status_of("/v1/completions") == 503
+
+    run(story)
+
+
+def test_an_answer_of_500_closes_the_gate_of_a_server_that_saw_no_update():
+    """As one of several servers of an engine."""
+
+    async def story():
+        server = Server("1")
+        assert await server.status_of("/v1/completions") == 200
+        server.engine.version, server.status = NO_VERSION, 500
+        assert await server.status_of("/v1/completions") == 500
+        assert await server.status_of("/v1/completions") == 503
+
+    run(story)
+
+
+def test_requests_wait_in_the_engine_while_it_is_updated(monkeypatch):
+    monkeypatch.setattr(gate, "WAIT_S", 0)
+
+    async def story():
+        server = Server("1")
+        await server.gate._ask(server.engine)
+        await server.status_of("/pause")
+        server.engine.is_idle.clear()  # it says nothing until the update is over
+        assert await server.status_of("/v1/completions") == 200
+        server.engine.version = NO_VERSION
+        server.engine.is_idle.set()
+        await server.gate._question
+        assert await server.status_of("/v1/completions") == 503
+
+    run(story)
+
+
+def test_requests_that_wait_ask_once_together():
+    async def story():
+        server = Server("1")
+        server.engine.is_idle.clear()
+        waiting = [asyncio.ensure_future(server.status_of("/v1/completions")) for _ in range(4)]
+        await server.engine.is_asked.wait()
+        server.engine.is_idle.set()
+        assert await asyncio.gather(*waiting) == [200] * 4
+        assert server.engine.asked == 1
+
+    run(story)
+
+
+@pytest.mark.parametrize("extensions", [{}, {"websocket.http.response": {}}])
+def test_a_websocket_is_refused(extensions):
+    async def story():
+        server = Server(NO_VERSION)
+        said = await server.ask("/v1/realtime", type="websocket", extensions=extensions)
+        if extensions:
+            assert said[0]["type"] == "websocket.http.response.start"
+            assert said[0]["status"] == 503
+        else:
+            assert said == [{"type": "websocket.close", "code": gate.TRY_LATER, "reason": ""}]
+        assert not server.passed
+
+    run(story)
+
+
+def test_the_life_of_the_server_is_none_of_its_business():
+    async def story():
+        server = Server(NO_VERSION)
+        await server.ask("", type="lifespan")
+        assert server.passed == [""]
+
+    run(story)
+
+
+def test_a_server_without_an_engine_is_not_gated():
+    async def story():
+        server = Server(NO_VERSION)
+        server.engine = None
+        assert await server.status_of("/a/new/path") == 200
+
+    run(story)

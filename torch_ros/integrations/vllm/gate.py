@@ -1,0 +1,173 @@
+"""`Gate`: a server of vLLM answers 503 while its engine has no whole version of its weights.
+
+Start the server with ``--middleware torch_ros.integrations.vllm.gate.Gate``. The engine core
+refuses requests by itself once it follows a model; the gate says why, and to ask again, and also
+closes for an engine of dummy weights that follows no model yet. Imports nothing of vLLM.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
+from typing import Any
+
+from torch_ros.integrations.vllm.core import FIRST, NO_VERSION
+
+Message = MutableMapping[str, Any]  # of ASGI; and so below
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+WAIT_S = 1.0  # for the engine to say what it has; within an update it says nothing
+RETRY_S = 1
+TRY_LATER = 1013  # the code with which a websocket is closed
+
+# POSTs after which the engine may have other weights. All that is in neither list is gated, so that
+# a path of a newer vLLM is, too.
+CHANGING = frozenset(
+    f"/{name}"
+    for name in [
+        "init_weight_transfer_engine",
+        "shutdown_weight_transfer_engine",
+        "start_weight_update",
+        "start_draft_weight_update",
+        "update_weights",
+        "finish_weight_update",
+        "update_weight_version",
+        "pause",
+        "resume",
+        "sleep",
+        "wake_up",
+        "collective_rpc",
+        "scale_elastic_ep",
+        "fault_tolerance/apply",
+    ]
+)
+HARMLESS = frozenset(
+    f"/{name}"
+    for name in [
+        "abort_requests",
+        "weight_checker",
+        "release_kv_cache_memory",
+        "reset_prefix_cache",
+        "reset_mm_cache",
+        "reset_encoder_cache",
+        "start_profile",
+        "stop_profile",
+        "tokenize",
+        "detokenize",
+        "ping",
+        "is_scaling_elastic_ep",
+        "v1/load_lora_adapter",
+        "v1/unload_lora_adapter",
+    ]
+)
+HARMLESS_ENDS = ("/render", "/derender", "/cancel")  # they ask no weights
+
+LACKING = (
+    "the engine has no whole version of its weights: none has come yet, or an update has failed "
+    "and its log says why; ask again once an update has succeeded"
+)
+UNSURE = (
+    "the engines behind this server have different versions of their weights, or do not answer; "
+    "ask again once an update has succeeded on all of them"
+)
+
+
+class Gate:
+    """An ASGI middleware: 503 for all that asks weights, while there is no whole version.
+
+    It asks the engine at the first request, and again after each call that may change the weights
+    and each answer of 500 or more. While it is closed it asks at every request, once for all that
+    wait. GETs, such as `/health`, and calls that drive the engine pass.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._reason: str | None = LACKING  # None: open
+        self._is_stale = True  # what was answered last
+        self._question: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        path = _path(scope)
+        if _is_gated(scope, path) and (engine := _engine(scope)) is not None:
+            await self._look(engine)
+            if self._reason is not None:
+                await _refuse(scope, receive, send, self._reason)
+                return
+            await self._app(scope, receive, self._noticing(send))
+            return
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._is_stale |= path in CHANGING
+
+    def _noticing(self, send: Send) -> Send:
+        """As `send`; after an error the engine is asked again."""
+
+        async def noticing(message: Message) -> None:
+            self._is_stale |= message.get("status", 0) >= 500  # of HTTP
+            await send(message)
+
+        return noticing
+
+    async def _look(self, engine: Any) -> None:
+        """Ask the engine, unless it is known to have a version; wait for its answer `WAIT_S`.
+
+        An engine that does not answer is in an update, and has what it had until that fails: the
+        requests wait in the engine, as with vLLM alone.
+        """
+        if self._reason is None and not self._is_stale:
+            return
+        if self._question is None:
+            self._question = asyncio.ensure_future(self._ask(engine))
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._question), WAIT_S)
+
+    async def _ask(self, engine: Any) -> None:
+        self._is_stale = False
+        try:
+            version = await engine.get_weight_version()
+        except Exception:  # noqa: BLE001  # of several engines that disagree, or one that has ended
+            self._reason = UNSURE
+        else:
+            is_dummy = engine.vllm_config.load_config.load_format == "dummy"
+            has_none = version == NO_VERSION or (version == FIRST and is_dummy)
+            self._reason = LACKING if has_none else None
+        finally:
+            self._question = None
+
+
+def _engine(scope: Message) -> Any:
+    """vLLM's client of the engine; None: a server that has none, and renders prompts."""
+    return getattr(scope["app"].state, "engine_client", None)
+
+
+def _path(scope: Message) -> str:
+    path: str = scope.get("path", "")
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+def _is_gated(scope: Message, path: str) -> bool:
+    if scope["type"] == "websocket":
+        return True
+    if scope["type"] != "http" or scope["method"] != "POST":
+        return False
+    return path not in CHANGING | HARMLESS and not path.endswith(HARMLESS_ENDS)
+
+
+async def _refuse(scope: Message, receive: Receive, send: Send, reason: str) -> None:
+    error = {"message": reason, "type": "ServiceUnavailableError", "param": None, "code": 503}
+    body = json.dumps({"error": error}).encode()
+    kind = "http.response"
+    if scope["type"] == "websocket":
+        await receive()  # the wish to connect
+        kind = "websocket.http.response"
+        if kind not in scope.get("extensions", {}):
+            await send({"type": "websocket.close", "code": TRY_LATER, "reason": ""})
+            return
+    headers = {"content-type": "application/json", "retry-after": f"{RETRY_S}"}
+    headers["content-length"] = f"{len(body)}"
+    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": f"{kind}.start", "status": 503, "headers": pairs})
+    await send({"type": f"{kind}.body", "body": body})
