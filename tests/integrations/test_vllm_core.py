@@ -12,7 +12,6 @@ from torch_ros.integrations.vllm import core
 from torch_ros.integrations.vllm.told import hear, tell
 
 LOST = SourceLost("trainer", "it left", 0, 12)
-METHODS = ("collective_rpc", "get_weight_version", "add_request", "resume_scheduler")
 
 
 class Scheduler:
@@ -214,11 +213,11 @@ def test_a_core_that_is_loaded_is_watched(monkeypatch):
     monkeypatch.delitem(sys.modules, core.CORE, raising=False)
     core.watch()
     loaded = ModuleType(core.CORE)
-    methods = dict.fromkeys(METHODS, lambda self: None)
+    methods = dict.fromkeys(core.WATCHED, lambda self: None)
     loaded.EngineCore = type("EngineCore", (), methods)
     monkeypatch.setitem(sys.modules, core.CORE, loaded)
     core.watch()
-    assert all(getattr(loaded.EngineCore, name).is_watched for name in METHODS)
+    assert all(getattr(loaded.EngineCore, name).is_watched for name in core.WATCHED)
 
 
 # -- no version, no answer
@@ -356,7 +355,24 @@ def test_engines_that_share_experts_resume_together_or_not_at_all(lacks):
     assert [one is not None for one in refused] == [any(lacks)] * 2
 
 
-def test_a_vllm_that_lacks_a_method_is_said_to(caplog):
-    core.watch_class(type("OtherCore", (), {"collective_rpc": lambda self: None}))
-    for name in ("add_request", "resume_scheduler", "get_weight_version"):
-        assert f"OtherCore has no {name} in this vLLM" in caplog.text
+@pytest.mark.parametrize("name", ["add_request", "resume_scheduler", "get_weight_version"])
+def test_an_engine_of_ours_says_which_method_its_vllm_lacks(monkeypatch, caplog, name):
+    engine = engine_core()
+    monkeypatch.delattr(type(engine), name)
+    engine.collective_rpc("init_weight_transfer_engine")
+    assert f"vLLM's engine core has no {name}" in caplog.text
+
+
+def test_a_vllm_that_lacks_a_method_is_none_of_other_engines_business(caplog):
+    core.watch_class(type("OtherCore", (), {"collective_rpc": lambda self, method: None}))
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("has_class", [True, False])
+def test_a_vllm_with_another_core_starts_all_the_same(monkeypatch, caplog, has_class):
+    loaded = ModuleType(core.CORE)
+    if has_class:
+        loaded.EngineCore = type("EngineCore", (), {})
+    monkeypatch.setitem(sys.modules, core.CORE, loaded)
+    core.watch()
+    assert "vLLM's engine core has no collective_rpc" in caplog.text

@@ -2,10 +2,8 @@
 
 Workers update weights, and vLLM leaves the rest to whoever drives it: what the old weights have
 computed stays in its caches, `/weight_info` says what it was told last, and requests are answered
-whatever the weights are. `watch` wraps methods of the engine core, by which every update and every
-request comes, offline and over HTTP, on each engine of a data parallel group. An engine that has
-no whole version *lacks* one: it refuses requests, and does not resume those that it has kept.
-Imports nothing of vLLM.
+whatever the weights are. An engine that has no whole version *lacks* one: it refuses requests, and
+does not resume those that it has kept. Imports nothing of vLLM.
 """
 
 import logging
@@ -28,60 +26,53 @@ LACK = "_torch_ros_lack"  # on a core: why it lacks a version; "": it has one, o
 LOADED = "_torch_ros_loaded"  # on a core: weights were loaded by hand
 DUMMY = "none yet: it was started with dummy weights"
 WAY_OUT = "update it to a version, or load weights by `reload_weights`, then resume it"
+MISSING = (
+    "vLLM's engine core has no %s: expected it, to refuse requests while there is no version; "
+    "pause the engine after an update that failed"
+)
 
 
 def watch() -> None:
-    """Wrap vLLM's engine core, if this process has loaded it. May be called again."""
+    """Wrap the methods of vLLM's engine core by which each update and each request comes.
+
+    That is offline and over HTTP, on each engine of a data parallel group. May be called again; has
+    no effect in a process that has not loaded the core.
+    """
     if (core := sys.modules.get(CORE)) is not None:
-        watch_class(core.EngineCore)
+        watch_class(getattr(core, "EngineCore", None))
 
 
 def watch_class(kind: Any) -> None:
-    """Wrap a class of engine cores, once: its calls to workers, and what they change."""
-    rpc = kind.collective_rpc
-    if getattr(rpc, "is_watched", False):
-        return
-
-    @wraps(rpc)
-    def collective_rpc(core: Any, method: Any, *args: Any, **named: Any) -> Any:
-        if method not in NOTED or not _is_ours(core):
-            return rpc(core, method, *args, **named)
-        try:
-            found = rpc(core, method, *args, **named)
-        except Exception as error:
-            if heard_of_weights(error):
-                _lose(core, "none: an update has failed in the middle")
-            raise
-        NOTED[method](core, lambda look: rpc(core, look))
-        return found
-
-    collective_rpc.is_watched = True  # type: ignore[attr-defined]
-    kind.collective_rpc = collective_rpc
-    _wrap(kind, "get_weight_version", _version)
-    _wrap(kind, "add_request", _add)
-    _wrap(kind, "resume_scheduler", _resume)
+    """Wrap the methods of a class of engine cores, once, as far as it has them."""
+    for name, call in WATCHED.items():
+        own = getattr(kind, name, None)
+        if own is not None and not getattr(own, "is_watched", False):
+            setattr(kind, name, _watched(own, call))
+    if not hasattr(kind, "collective_rpc"):  # no call will tell that an engine is ours
+        log.warning(MISSING, "collective_rpc")
 
 
-def _wrap(kind: Any, name: str, call: Callable[..., Any]) -> None:
-    """Make a class call `call(its own method, core, ...)`."""
-    own = getattr(kind, name, None)
-    if own is None:
-        log.warning(
-            "%s has no %s in this vLLM: expected it, to refuse requests while there is no whole "
-            "version; pause the engine after an update that failed",
-            kind.__name__,
-            name,
-        )
-        return
-    if getattr(own, "is_watched", False):
-        return
-
+def _watched(own: Any, call: Callable[..., Any]) -> Any:
     @wraps(own)
     def watched(core: Any, *args: Any, **named: Any) -> Any:
         return call(own, core, *args, **named)
 
     watched.is_watched = True  # type: ignore[attr-defined]
-    setattr(kind, name, watched)
+    return watched
+
+
+def _call(own: Any, core: Any, method: Any, *args: Any, **named: Any) -> Any:
+    """Call all workers, and note what becomes of their weights."""
+    if method not in NOTED or not _is_ours(core):
+        return own(core, method, *args, **named)
+    try:
+        found = own(core, method, *args, **named)
+    except Exception as error:
+        if heard_of_weights(error):
+            _lose(core, "none: an update has failed in the middle")
+        raise
+    NOTED[method](core, lambda look: own(core, look))
+    return found
 
 
 def _is_ours(core: Any) -> bool:
@@ -94,6 +85,8 @@ def _is_ours(core: Any) -> bool:
 
 def _attached(core: Any, _: Any) -> None:
     """Dummy weights are no version, whatever vLLM calls them."""
+    if missing := [name for name in WATCHED if not hasattr(core, name)]:
+        log.warning(MISSING, ", ".join(missing))
     is_dummy = core.vllm_config.load_config.load_format == "dummy"
     if is_dummy and core.get_weight_version() == FIRST and not getattr(core, LOADED, False):
         _lose(core, DUMMY)
@@ -219,3 +212,11 @@ def _end(core: Any, request: Any) -> None:
         return {0: outputs}, False
 
     core.step_fn = step_once
+
+
+WATCHED: dict[str, Callable[..., Any]] = {
+    "collective_rpc": _call,
+    "get_weight_version": _version,
+    "add_request": _add,
+    "resume_scheduler": _resume,
+}
