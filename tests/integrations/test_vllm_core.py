@@ -48,7 +48,7 @@ def engine_core(backend="torch_ros", load_format="auto", *, is_process=False):
             self.scheduler, self.encodings, self.label = Scheduler(), {"an image"}, core.FIRST
             engines = [SimpleNamespace(active=None), SimpleNamespace(active=None)]
             self.workers = [SimpleNamespace(weight_transfer_engine=one) for one in engines]
-            self.fails, self.is_pooling_model = None, False
+            self.fails, self.is_pooling_model, self.can_reset_encoder = None, False, True
             self.step_fn = lambda: (None, True)
 
         def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
@@ -65,6 +65,8 @@ def engine_core(backend="torch_ros", load_format="auto", *, is_process=False):
             return self.scheduler.reset(reset_running_requests, reset_connector)
 
         def reset_encoder_cache(self):
+            if not self.can_reset_encoder:
+                raise RuntimeError("a worker has failed")
             self.encodings = set()
 
         def set_weight_version(self, label):
@@ -136,22 +138,31 @@ def test_an_update_drops_what_old_weights_have_computed_though_requests_hold_it(
     assert engine.label == "7"
 
 
-@pytest.mark.parametrize("kept", ["requests", "connector"])
-def test_a_cache_that_cannot_be_dropped_fails_the_update(kept):
-    engine = engine_core()
-    if kept == "requests":
-        engine.scheduler.held_for_good = ["remote"]
-    else:
-        engine.scheduler.can_reset_connector = False
+def keep(engine, kept):
+    """Have vLLM keep some of a cache, or drop all again."""
+    engine.scheduler.held_for_good = ["remote"] * (kept == "requests")
+    engine.scheduler.can_reset_connector = kept != "connector"
+    engine.can_reset_encoder = kept != "encoder"
+
+
+@pytest.mark.parametrize("call", ["update_weights", "reload_weights"])
+@pytest.mark.parametrize("was_lost", [True, False])
+@pytest.mark.parametrize("kept", ["requests", "connector", "encoder"])
+def test_new_weights_beside_an_old_cache_are_no_version(kept, was_lost, call):
+    engine = lost() if was_lost else engine_core()
+    keep(engine, kept)
     with pytest.raises(RuntimeError) as caught:
-        update(engine)
+        engine.collective_rpc(call, kwargs={"update_info": {"version": 3}})
     error, active = hear(caught.value)
-    assert (type(error), active) == (NotAvailable, None)  # whoever drives it keeps it paused
-    assert "keep it paused" in str(error)
-    assert engine.label == "1"
-    engine.scheduler.held_for_good, engine.scheduler.can_reset_connector = [], True
+    assert (type(error), active) == (NotAvailable, None)
+    assert "end the requests that hold it" in str(error)
+    assert engine.get_weight_version() == core.NO_VERSION
+    with pytest.raises(RuntimeError, match="found a cache of older weights beside new ones"):
+        engine.resume_scheduler()
+    keep(engine, None)
     update(engine)
     assert not engine.scheduler.prefixes
+    engine.resume_scheduler()
 
 
 def test_a_failure_that_lost_the_weights_takes_their_version_away():
@@ -185,7 +196,9 @@ def test_workers_with_different_versions_have_none():
     engine = engine_core()
     stuck = SimpleNamespace(active=property(lambda _: 5), __setattr__=lambda *_: None)
     engine.workers[1].weight_transfer_engine = type("Stuck", (), vars(stuck))()
-    update(engine, 6)
+    with pytest.raises(RuntimeError, match="found several: its workers have 5, 6") as caught:
+        update(engine, 6)
+    assert hear(caught.value)[1] is None
     assert engine.label == core.NO_VERSION
 
 
@@ -196,9 +209,16 @@ def test_dummy_weights_are_no_version(load_format, label):
     engine = engine_core(load_format=load_format)
     engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
     assert engine.label == label
-    engine.set_weight_version("3")
+    update(engine, 3)
     engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
     assert engine.label == "3"  # it follows another model now, with the weights of this one
+
+
+def test_dummy_weights_are_no_version_though_a_driver_has_named_them():
+    engine = engine_core(load_format="dummy")
+    engine.set_weight_version("0")
+    engine.collective_rpc("init_weight_transfer_engine")
+    assert engine.get_weight_version() == core.NO_VERSION
 
 
 @pytest.mark.parametrize("backend", ["nccl", None])
@@ -250,7 +270,7 @@ def test_an_engine_in_the_process_of_its_caller_hands_out_an_error_at_the_next_s
 
 def test_requests_that_were_kept_do_not_go_on_without_a_version():
     engine = lost()
-    with pytest.raises(RuntimeError, match="update it to a version, or load weights by"):
+    with pytest.raises(RuntimeError, match="update it to a version, or load all weights by"):
         engine.resume_scheduler()
     assert engine.scheduler.is_paused
     engine.set_weight_version("2")  # a driver that did not look at the answer
@@ -290,15 +310,17 @@ def test_an_engine_of_dummy_weights_answers_from_its_first_version_on():
     engine.resume_scheduler()
 
 
+@pytest.mark.parametrize("load_format", ["dummy", "auto"])
 @pytest.mark.parametrize("is_before", [True, False], ids=["before it attaches", "afterwards"])
-def test_weights_that_were_loaded_by_hand_are_whole(is_before):
-    engine = engine_core(load_format="dummy")
+def test_weights_that_were_loaded_by_hand_are_whole(is_before, load_format):
+    engine = engine_core(load_format=load_format)
     calls = ["reload_weights", "init_weight_transfer_engine"]
     for call in calls if is_before else reversed(calls):
         engine.collective_rpc(call, kwargs={"init_info": {}})
+    assert not engine.scheduler.prefixes
     engine.add_request(request())
-    assert len(engine.scheduler.running) == (2 if is_before else 1)
-    assert engine.get_weight_version() == (core.FIRST if is_before else core.BY_HAND)
+    assert len(engine.scheduler.running) == 1
+    assert engine.get_weight_version() == core.BY_HAND
 
 
 def test_an_engine_without_a_version_stays_so_after_a_failure_before_a_byte():

@@ -22,10 +22,9 @@ CORE = "vllm.v1.engine.core"
 NO_VERSION = "none"  # the weight version of an engine that has no whole version
 FIRST = "default"  # vLLM's own, of the weights that it has started with
 BY_HAND = "loaded by hand"
-LACK = "_torch_ros_lack"  # on a core: why it lacks a version; "": it has one, or nobody knows
-LOADED = "_torch_ros_loaded"  # on a core: weights were loaded by hand
+LACK = "_torch_ros_lack"  # on a core: why it lacks a version; "": one has come; at first: unset
 DUMMY = "none yet: it was started with dummy weights"
-WAY_OUT = "update it to a version, or load weights by `reload_weights`, then resume it"
+WAY_OUT = "update it to a version, or load all weights by `reload_weights`, then resume it"
 MISSING = (
     "vLLM's engine core has no %s: expected it, to refuse requests while there is no version; "
     "pause the engine after an update that failed"
@@ -87,43 +86,44 @@ def _attached(core: Any, _: Any) -> None:
     """Dummy weights are no version, whatever vLLM calls them."""
     if missing := [name for name in WATCHED if not hasattr(core, name)]:
         log.warning(MISSING, ", ".join(missing))
-    is_dummy = core.vllm_config.load_config.load_format == "dummy"
-    if is_dummy and core.get_weight_version() == FIRST and not getattr(core, LOADED, False):
+    if core.vllm_config.load_config.load_format == "dummy" and not hasattr(core, LACK):
         _lose(core, DUMMY)
 
 
 def _updated(core: Any, ask: Any) -> None:
-    """Drop what older weights have computed; running requests are computed anew.
-
-    Raises:
-        RuntimeError: Something is kept, with a `NotAvailable` told in it.
-    """
-    versions = {str(version) for version in ask(installed)}
-    if len(versions) == 1:
-        setattr(core, LACK, "")
-        core.set_weight_version(versions.pop())
-    else:
-        _lose(core, f"several: its workers have {', '.join(sorted(versions))}")
-    reason = "requests or a connector hold some"
-    try:
-        is_reset = core.reset_prefix_cache(True, True)  # noqa: FBT003  # vLLM's signature
-    except RuntimeError as error:
-        is_reset, reason = False, str(error)
-    if not is_reset:
-        kept = NotAvailable(
-            "the engine has the new weights, and a KV cache of the old ones, which vLLM does not "
-            f"drop ({reason}); keep it paused, end the requests that hold it, and update again"
-        )
-        raise RuntimeError(tell(kept, None))
-    core.reset_encoder_cache()
+    versions = sorted({str(version) for version in ask(installed)})
+    differ = f"several: its workers have {', '.join(versions)}" if len(versions) > 1 else ""
+    _take(core, versions[0], differ)
 
 
 def _reloaded(core: Any, _: Any) -> None:
     """Take the weights that somebody has loaded by hand for whole."""
-    setattr(core, LOADED, True)
-    if getattr(core, LACK, ""):
-        setattr(core, LACK, "")
-        core.set_weight_version(BY_HAND)
+    _take(core, BY_HAND)
+
+
+def _take(core: Any, label: str, lack: str = "") -> None:
+    """Have a version, once nothing is left of what older weights have computed.
+
+    Raises:
+        RuntimeError: It has none, with a `NotAvailable` told in it.
+    """
+    if lack := lack or _kept(core):
+        _lose(core, lack)
+        raise RuntimeError(tell(_refusal(core), None))
+    setattr(core, LACK, "")
+    core.set_weight_version(label)
+
+
+def _kept(core: Any) -> str:
+    """Drop all caches; requests that are kept are computed anew. Says what vLLM does not drop."""
+    reason = "requests or a connector hold some"
+    try:
+        if core.reset_prefix_cache(True, True):  # noqa: FBT003  # vLLM's signature
+            core.reset_encoder_cache()
+            return ""
+    except RuntimeError as error:
+        reason = str(error)
+    return f"a cache of older weights beside new ones ({reason}): end the requests that hold it"
 
 
 def _lose(core: Any, lack: str) -> None:
