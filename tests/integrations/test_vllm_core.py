@@ -54,9 +54,11 @@ def engine_core(backend="torch_ros", load_format="auto", *, is_process=False):
         def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
             if callable(method):
                 return [method(worker) for worker in self.workers]
+            if isinstance(self.fails, Exception):
+                raise self.fails
+            if self.fails:
+                raise RuntimeError(f"Worker failed with error '{self.fails}', see above")
             if method == "update_weights":
-                if self.fails:
-                    raise RuntimeError(f"Worker failed with error '{self.fails}', see above")
                 for worker in self.workers:
                     worker.weight_transfer_engine.active = kwargs["update_info"]["version"]
             return [None for _ in self.workers]
@@ -250,7 +252,7 @@ def test_an_engine_that_has_lost_its_version_answers_no_process(caplog):
     assert engine.scheduler.ended == ["r"]  # if it was a session's next input
     assert engine.scheduler.running == []
     assert "request r is refused: this engine: expected a whole version" in caplog.text
-    assert "found none: an update has failed in the middle" in caplog.text
+    assert "found none: update_weights has failed in the middle" in caplog.text
     update(engine, 3)
     engine.add_request(request("s"))
     assert [one.request_id for one in engine.scheduler.running] == ["s"]
@@ -321,6 +323,34 @@ def test_weights_that_were_loaded_by_hand_are_whole(is_before, load_format):
     engine.add_request(request())
     assert len(engine.scheduler.running) == 1
     assert engine.get_weight_version() == core.BY_HAND
+
+
+@pytest.mark.parametrize(
+    ("call", "failure"),
+    [
+        ("reload_weights", "no such file"),
+        ("reset_weights", "of vLLM's own"),
+        ("update_weights", TimeoutError("RPC call to update_weights timed out.")),
+    ],
+)
+def test_a_call_that_may_have_written_and_fails_leaves_no_version(call, failure):
+    engine = engine_core()
+    update(engine, 7)
+    engine.fails = failure
+    with pytest.raises(type(failure) if isinstance(failure, Exception) else RuntimeError):
+        engine.collective_rpc(call)
+    assert engine.get_weight_version() == core.NO_VERSION
+    with pytest.raises(RuntimeError, match=f"found none: {call} has failed in the middle"):
+        engine.resume_scheduler()
+
+
+def test_weights_that_were_set_to_zero_are_no_version():
+    engine = engine_core()
+    update(engine, 7)
+    engine.collective_rpc("reset_weights")
+    assert engine.get_weight_version() == core.NO_VERSION
+    update(engine, 8)
+    assert engine.get_weight_version() == "8"
 
 
 def test_an_engine_without_a_version_stays_so_after_a_failure_before_a_byte():

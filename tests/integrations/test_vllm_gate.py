@@ -140,13 +140,14 @@ def test_an_engine_with_a_version_is_not_asked_at_each_request():
     run(story)
 
 
-def test_an_update_that_fails_closes_the_gate():
+@pytest.mark.parametrize(("path", "status"), [("/update_weights", 500), ("/weight_checker", 200)])
+def test_a_call_that_leaves_no_version_closes_the_gate(path, status):
     async def story():
         server = Server("1")
         assert await server.status_of("/v1/completions") == 200
-        server.status = 500
+        server.status = status
         server.then = lambda: setattr(server.engine, "version", NO_VERSION)
-        assert await server.status_of("/update_weights") == 500
+        assert await server.status_of(path) == status
         assert await server.status_of("/v1/completions") == 503
 
     run(story)

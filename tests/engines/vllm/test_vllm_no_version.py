@@ -88,7 +88,7 @@ def test_a_server_answers_while_it_has_a_version_and_only_then(server, tiny, tra
     refuses(server)
     code, _, text = refused(server, "resume")
     assert code == 500
-    assert "found none: an update has failed in the middle" in text
+    assert "found none: update_weights has failed in the middle" in text
     server.ask("update_weight_version", {"new_version": "2"})  # whatever a driver says
     refuses(server)
     count = len(got)
@@ -154,7 +154,7 @@ def test_an_offline_engine_ends_requests_with_an_error(engine, train, etcd_endpo
         with pytest.raises(Exception, match="NaN"):
             policy.update()
         assert outputs() == [("error", 0)] * 2
-        with pytest.raises(Exception, match="found none: an update has failed"):
+        with pytest.raises(Exception, match="found none: update_weights has failed"):
             engine.llm.wake_up(tags=["scheduling"])
         published = trainer.publish(3)
         policy.update()

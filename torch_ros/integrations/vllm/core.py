@@ -67,8 +67,9 @@ def _call(own: Any, core: Any, method: Any, *args: Any, **named: Any) -> Any:
     try:
         found = own(core, method, *args, **named)
     except Exception as error:
-        if heard_of_weights(error):
-            _lose(core, "none: an update has failed in the middle")
+        is_quiet = method in OVERWRITING or isinstance(error, TimeoutError)  # says nothing of them
+        if is_quiet or heard_of_weights(error):
+            _lose(core, f"none: {method} has failed in the middle")
         raise
     NOTED[method](core, lambda look: own(core, look))
     return found
@@ -99,6 +100,10 @@ def _updated(core: Any, ask: Any) -> None:
 def _reloaded(core: Any, _: Any) -> None:
     """Take the weights that somebody has loaded by hand for whole."""
     _take(core, BY_HAND)
+
+
+def _zeroed(core: Any, _: Any) -> None:
+    _lose(core, "none: reset_weights has set them to zero")
 
 
 def _take(core: Any, label: str, lack: str = "") -> None:
@@ -149,7 +154,9 @@ NOTED = {
     "init_weight_transfer_engine": _attached,
     "update_weights": _updated,
     "reload_weights": _reloaded,
+    "reset_weights": _zeroed,
 }
+OVERWRITING = ("reload_weights", "reset_weights")  # calls of vLLM's own, which fail anywhere
 
 
 # What becomes of requests

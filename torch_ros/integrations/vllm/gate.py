@@ -34,6 +34,7 @@ CHANGING = frozenset(
         "update_weights",
         "finish_weight_update",
         "update_weight_version",
+        "weight_checker",  # which may set all weights to zero
         "pause",
         "resume",
         "sleep",
@@ -47,7 +48,6 @@ HARMLESS = frozenset(
     f"/{name}"
     for name in [
         "abort_requests",
-        "weight_checker",
         "release_kv_cache_memory",
         "reset_prefix_cache",
         "reset_mm_cache",
