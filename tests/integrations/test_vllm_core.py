@@ -3,6 +3,7 @@
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -14,12 +15,19 @@ from torch_ros.integrations.vllm.told import hear, tell
 LOST = SourceLost("trainer", "it left", 0, 12)
 
 
+class PauseState(Enum):
+    """As vLLM's: "new" requests wait after a pause, or all do."""
+
+    UNPAUSED, PAUSED_NEW, PAUSED_ALL = range(3)
+
+
 class Scheduler:
     """Requests that hold blocks, and the prefixes that their weights have computed."""
 
     def __init__(self):
         self.prefixes, self.running, self.held_for_good = {"a prompt"}, ["a request"], []
-        self.can_reset_connector, self.is_paused, self.ended = True, False, []
+        self.can_reset_connector, self.ended = True, []
+        self.pause_state = PauseState.UNPAUSED
 
     def reset(self, reset_running_requests, reset_connector):
         if reset_running_requests:
@@ -77,9 +85,6 @@ def engine_core(backend="torch_ros", load_format="auto", *, is_process=False):
         def get_weight_version(self):
             return self.label
 
-        def is_scheduler_paused(self):
-            return self.scheduler.is_paused
-
         def add_request(self, request):
             self.scheduler.running.append(request)
 
@@ -87,7 +92,7 @@ def engine_core(backend="torch_ros", load_format="auto", *, is_process=False):
             self.scheduler.ended += names
 
         def resume_scheduler(self):
-            self.scheduler.is_paused = False
+            self.scheduler.pause_state = PauseState.UNPAUSED
 
     class CoreProcess(Core):
         def __init__(self):
@@ -117,7 +122,8 @@ def lost(**options):
     """A core that had version 1, whose update to 2 has failed in the middle while it was paused."""
     engine = engine_core(**options)
     update(engine, 1)
-    engine.scheduler.is_paused, engine.fails = True, tell(LOST, None, has_lost=True)
+    engine.scheduler.pause_state = PauseState.PAUSED_ALL
+    engine.fails = tell(LOST, None, has_lost=True)
     with pytest.raises(RuntimeError):
         update(engine, 2)
     engine.fails = None
@@ -274,7 +280,7 @@ def test_requests_that_were_kept_do_not_go_on_without_a_version():
     engine = lost()
     with pytest.raises(RuntimeError, match="update it to a version, or load all weights by"):
         engine.resume_scheduler()
-    assert engine.scheduler.is_paused
+    assert engine.scheduler.pause_state == PauseState.PAUSED_ALL
     engine.set_weight_version("2")  # a driver that did not look at the answer
     assert engine.get_weight_version() == core.NO_VERSION
     with pytest.raises(RuntimeError):
@@ -282,18 +288,23 @@ def test_requests_that_were_kept_do_not_go_on_without_a_version():
     update(engine, 3)
     assert engine.get_weight_version() == "3"
     engine.resume_scheduler()
-    assert not engine.scheduler.is_paused
+    assert engine.scheduler.pause_state == PauseState.UNPAUSED
 
 
-def test_requests_that_run_while_nobody_pauses_end_with_an_error():
+@pytest.mark.parametrize(
+    ("state", "ends"),
+    [(PauseState.UNPAUSED, True), (PauseState.PAUSED_NEW, True), (PauseState.PAUSED_ALL, False)],
+)
+def test_requests_that_run_end_with_an_error_and_those_that_are_kept_stay(state, ends):
     engine = engine_core(is_process=True)
     update(engine, 1)
     engine.add_request(request("running"))
+    engine.scheduler.pause_state = state
     engine.fails = tell(LOST, None, has_lost=True)
     with pytest.raises(RuntimeError):
         update(engine, 2)
-    assert engine.told == [("running", 3)]
-    assert engine.scheduler.running == []
+    assert engine.told == [("running", 3)] * ends
+    assert len(engine.scheduler.running) == (not ends)
 
 
 def test_an_engine_of_dummy_weights_answers_from_its_first_version_on():

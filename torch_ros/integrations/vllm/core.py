@@ -132,13 +132,15 @@ def _kept(core: Any) -> str:
 
 
 def _lose(core: Any, lack: str) -> None:
-    """Note that the engine has no whole version, and end what runs in an engine that is not paused.
+    """Note that the engine has no whole version, and end its requests, unless none is computed.
 
-    A driver that has paused it keeps requests, which are computed anew after the next update.
+    vLLM goes on computing after a pause in any mode but "keep". Requests that are kept are computed
+    anew after the next update.
     """
     core.set_weight_version(NO_VERSION)
     setattr(core, LACK, lack)
-    if not core.is_scheduler_paused() and not core.is_pooling_model:
+    is_still = core.scheduler.pause_state.name == "PAUSED_ALL"
+    if not is_still and not core.is_pooling_model:
         failed = sys.modules[CORE].RequestStatus.FINISHED_ERROR
         for request in core.scheduler.finish_requests(None, failed):
             _end(core, request)
