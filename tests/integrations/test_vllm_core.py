@@ -3,6 +3,7 @@
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType, SimpleNamespace
 
@@ -40,9 +41,12 @@ class Scheduler:
         return self.can_reset_connector or not reset_connector
 
     def finish_requests(self, names, status):
-        assert (names, status) == (None, "error")
-        ended, self.running = self.running, []
-        return [one for one in ended if one != "a request"]
+        assert status == "error"
+        named = {one: getattr(one, "request_id", "") for one in self.running}
+        ended = [one for one in self.running if names is None or named[one] in names]
+        self.running = [one for one in self.running if one not in ended]
+        self.ended += [named[one] for one in ended]
+        return [one for one in ended if named[one]]
 
 
 def engine_core(backend="torch_ros", load_format="auto", *, is_process=False):
@@ -88,9 +92,6 @@ def engine_core(backend="torch_ros", load_format="auto", *, is_process=False):
         def add_request(self, request):
             self.scheduler.running.append(request)
 
-        def abort_requests(self, names):
-            self.scheduler.ended += names
-
         def resume_scheduler(self):
             self.scheduler.pause_state = PauseState.UNPAUSED
 
@@ -130,8 +131,14 @@ def lost(**options):
     return engine
 
 
+@dataclass(frozen=True)
+class Request:
+    request_id: str
+    client_index: int
+
+
 def request(name="r", client=3):
-    return SimpleNamespace(request_id=name, client_index=client)
+    return Request(name, client)
 
 
 def update(engine, version=1):
@@ -251,14 +258,22 @@ def test_a_core_that_is_loaded_is_watched(monkeypatch):
 # -- no version, no answer
 
 
-def test_an_engine_that_has_lost_its_version_answers_no_process(caplog):
+def test_a_loss_is_logged_once_and_not_at_each_request(caplog):
+    engine = lost()
+    for name in "rs":
+        engine.add_request(request(name))
+    [line] = caplog.messages
+    assert line.startswith("requests are refused: this engine: expected a whole version")
+    assert "found none: update_weights has failed in the middle" in line
+
+
+def test_an_engine_that_has_lost_its_version_answers_no_process():
     engine = lost(is_process=True)
+    engine.scheduler.running = ["a request"]  # which is kept
     engine.add_request(request())
     assert engine.told == [("r", 3)]
-    assert engine.scheduler.ended == ["r"]  # if it was a session's next input
-    assert engine.scheduler.running == []
-    assert "request r is refused: this engine: expected a whole version" in caplog.text
-    assert "found none: update_weights has failed in the middle" in caplog.text
+    assert engine.scheduler.ended == ["r"]  # vLLM had it, and frees what a peer keeps for it
+    assert engine.scheduler.running == ["a request"]
     update(engine, 3)
     engine.add_request(request("s"))
     assert [one.request_id for one in engine.scheduler.running] == ["s"]

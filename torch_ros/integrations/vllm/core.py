@@ -139,10 +139,10 @@ def _lose(core: Any, lack: str) -> None:
     """
     core.set_weight_version(NO_VERSION)
     setattr(core, LACK, lack)
+    log.warning("requests are refused: %s", _refusal(core))
     is_still = core.scheduler.pause_state.name == "PAUSED_ALL"
     if not is_still and not core.is_pooling_model:
-        failed = sys.modules[CORE].RequestStatus.FINISHED_ERROR
-        for request in core.scheduler.finish_requests(None, failed):
+        for request in core.scheduler.finish_requests(None, _failed()):
             _end(core, request)
 
 
@@ -169,19 +169,15 @@ def _version(own: Any, core: Any) -> Any:
     return NO_VERSION if getattr(core, LACK, "") else own(core)
 
 
-def _refuses(core: Any) -> bool:
-    """Whether it refuses requests. vLLM has no answer for one of pooling that has failed."""
-    return bool(getattr(core, LACK, "")) and not core.is_pooling_model
+def _add(own: Any, core: Any, request: Any, *args: Any, **named: Any) -> None:
+    """Take a request, and end it if no version is there: so vLLM frees what peers keep for it.
 
-
-def _add(own: Any, core: Any, request: Any, *args: Any, **named: Any) -> Any:
-    """Refuse a request; vLLM answers it with its error, a 500 over HTTP."""
-    if not _refuses(core):
-        return own(core, request, *args, **named)
-    log.warning("request %s is refused: %s", request.request_id, _refusal(core))
-    _end(core, request)
-    core.abort_requests([request.request_id])  # a session, to which this is the next input
-    return None
+    vLLM answers it with its error. It has no answer for one of pooling that has failed.
+    """
+    own(core, request, *args, **named)
+    if getattr(core, LACK, "") and not core.is_pooling_model:
+        core.scheduler.finish_requests([request.request_id], _failed())
+        _end(core, request)
 
 
 def _resume(own: Any, core: Any) -> Any:
@@ -204,6 +200,10 @@ def _refusal(core: Any) -> NotAvailable:
     return NotAvailable(
         f"this engine: expected a whole version of its weights, found {lack}; {WAY_OUT}"
     )
+
+
+def _failed() -> Any:
+    return sys.modules[CORE].RequestStatus.FINISHED_ERROR
 
 
 def _end(core: Any, request: Any) -> None:
