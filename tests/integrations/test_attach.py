@@ -10,7 +10,13 @@ from toys import Toy
 
 import torch_ros
 from torch_ros import errors
-from torch_ros.errors import ManifestMismatch, SourceLost, TorchRosError, VersionNotFound
+from torch_ros.errors import (
+    ManifestMismatch,
+    NotAvailable,
+    SourceLost,
+    TorchRosError,
+    VersionNotFound,
+)
 from torch_ros.integrations.installation import Installer, InstallOptions
 from torch_ros.integrations.landing_plan import state_of
 from torch_ros.integrations.recording import record
@@ -142,6 +148,28 @@ def test_an_engine_that_keeps_its_version_goes_on(options):
             policy.update()
         assert policy.version == 1
         assert llm.asked[-1] == "wake_up"
+
+
+@pytest.mark.parametrize("is_kept", [True, False], ids=["after a failure", "after an update"])
+def test_an_engine_that_does_not_resume_has_no_version(options, is_kept):
+    llm = LLM()
+    trainer, _ = publish(options, 1)
+    with trainer, attach(llm, model="m", options=options) as policy:
+        policy.update()
+        trainer.publish_copy(2, {"x": torch.ones(4 if is_kept else 3)})
+
+        def wake_up(tags):
+            del llm.wake_up
+            raise Exception(f"Call to wake_up failed: {tell(NotAvailable('beside it'), None)}")
+
+        llm.wake_up = wake_up
+        with pytest.raises(NotAvailable, match="beside it"):
+            policy.update()
+        assert policy.version is None
+        trainer.unpublish()
+        trainer.publish_copy(3, {"x": torch.ones(3)})
+        assert policy.update(3)
+        assert policy.version == 3
 
 
 KINDS = [kind for kind in vars(errors).values() if inspect.isclass(kind)]

@@ -130,12 +130,12 @@ class Attached:
         try:
             self._update(found, timeout_s)
         except TorchRosError:
-            self.version = self._active
-            if self.version is not None:
+            if self._active is not None:
                 self._resume()
+            self.version = self._active
             raise
-        self.version, self._sequence = found, sequence
         self._resume()
+        self.version, self._sequence = found, sequence
         return True
 
     def _is_withdrawn(self, timeout_s: float | None) -> bool:
@@ -157,7 +157,7 @@ class Attached:
         self._asked("finish_weight_update", str(version))
 
     def _resume(self) -> None:
-        self._llm.wake_up(tags=["scheduling"])
+        self._asked("wake_up", ["scheduling"])
 
     def _asked(self, call: str, *args: object) -> None:
         try:
