@@ -1,6 +1,7 @@
 """Fixtures that tests of several folders use."""
 
 import gc
+import os
 import signal
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,12 @@ import puppets
 import torch_ros
 from puppets.objects import ObjectServer
 from torch_ros.store import run
+
+
+def pytest_configure(config):
+    """Share one warm parent among the processes that run tests."""
+    if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
+        puppets.share_warm_parent()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -5,7 +5,7 @@ It knows nothing about torch_ros; the programs that it starts do.
 
 from puppets.actors import Actor
 from puppets.jobs import PROGRAMS, Jobs
-from puppets.puppet import Puppet, Puppets
+from puppets.puppet import Puppet, Puppets, share_warm_parent
 from puppets.servers import EtcdCluster, EtcdServer, etcd_programs, free_port, running_etcd
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "etcd_programs",
     "free_port",
     "running_etcd",
+    "share_warm_parent",
 ]

@@ -6,10 +6,12 @@ import functools
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -20,6 +22,14 @@ WARM = Path(__file__).with_name("warm.py")
 NAMESPACES = Path("/proc/thread-self/ns/net"), Path("/proc/thread-self/ns/mnt")
 # Processes of tests share few cores, and say what tests look for.
 QUIET = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+SHARED = "PUPPETS_PARENT"  # where it listens
+# It imports torch, for seconds, when a test needs it.
+FIRST_ASKED = """
+import os, select, sys
+if 0 not in select.select([0, int(sys.argv[2])], [], [])[0]:
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
 
 
 def is_readable(fd, timeout_s=None):
@@ -176,22 +186,37 @@ class Puppets:
             puppet.close()
 
 
-@functools.cache
-def warm_parent():
-    """The socket on which processes are asked for; the parent ends when these tests do."""
-    requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    parent = subprocess.Popen(
-        [sys.executable, WARM, str(theirs.fileno())],
-        env={**os.environ, **QUIET},
-        stdin=subprocess.DEVNULL,
-        pass_fds=[theirs.fileno()],
-        start_new_session=True,
-    )
-    theirs.close()
+def share_warm_parent():
+    """Let this process and those that it starts have one; it ends when this one does."""
+    folder = Path(tempfile.mkdtemp())
+    os.environ[SHARED] = str(folder / "warm")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(os.environ[SHARED])
+        listener.listen()
+        parent = subprocess.Popen(
+            [sys.executable, "-c", FIRST_ASKED, WARM, str(listener.fileno())],
+            env={**os.environ, **QUIET},
+            stdin=subprocess.PIPE,
+            pass_fds=[listener.fileno()],
+            start_new_session=True,
+        )
+
+    owner = os.getpid()
 
     def end():
-        requests.close()
-        parent.wait()
+        if os.getpid() == owner:  # it is no fork
+            parent.stdin.close()
+            parent.wait()
+            shutil.rmtree(folder)
 
     atexit.register(end)
+
+
+@functools.cache
+def warm_parent():
+    """The socket on which processes are asked for."""
+    if SHARED not in os.environ:
+        share_warm_parent()
+    requests = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    requests.connect(os.environ[SHARED])
     return requests

@@ -1,6 +1,9 @@
 """The warm parent: it has imported torch, and forks processes that have it then. Never imported.
 
-python warm.py SOCKET
+python warm.py LISTENER
+
+A fork of it serves each process that runs tests, over a connection. All of them end when standard
+input does.
 
 A request is JSON, a program's name and source, its arguments and environment, and six files: its
 standard streams, one that is told the process's id, its stops and its end, and the namespaces of
@@ -14,6 +17,7 @@ import ctypes
 import gc
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -32,10 +36,22 @@ import torch.distributed.tensor.parallel
 PR_SET_PDEATHSIG = 1
 
 
+def meet(listener):
+    """Return a connection, in a fork of its own; None when the tests have ended."""
+    gc.freeze()  # or a fork's first collection writes to all pages that it shares
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
+    while 0 not in select.select([0, listener], [], [])[0]:
+        requests, _ = listener.accept()
+        if os.fork() == 0:
+            end_with_parent()
+            listener.close()
+            return requests
+        requests.close()
+    return None
+
+
 def serve(requests):
     """Return a program that is to be run, in a fork of its own; None when nobody asks any more."""
-    gc.freeze()  # or a fork's first collection writes to all pages that it shares
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies of `watch`
     while True:
         request, files, *_ = socket.recv_fds(requests, 1 << 20, 6)
         if not request:
@@ -101,6 +117,6 @@ def become(streams, name, source, arguments, environment):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "an import has started a thread"
-    if found := serve(socket.socket(fileno=int(sys.argv[1]))):
+    if (requests := meet(socket.socket(fileno=int(sys.argv[1])))) and (found := serve(requests)):
         parent, (sys.modules["__main__"], code) = sys.modules["__main__"], found
         exec(code, vars(sys.modules["__main__"]))
