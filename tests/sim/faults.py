@@ -935,6 +935,17 @@ def _(forget, self, counted=None):
     return result
 
 
+@instead(
+    "what a peer's owner took back is held where that unpublish failed",
+    "Ledger.regain",
+    scenario="failed for one",
+)
+def _(regain, self, seat):
+    held = self.held
+    regain(self, seat)
+    self.held = held
+
+
 @instead("what the owner took back is still held", "Ledger.forget")
 def _(forget, self, counted=None):
     held = self.held

@@ -1580,6 +1580,51 @@ def took_back(scene: Scene) -> None:
     scene.play(2, t=lambda me: (publish(me, 1), scene.until(*both_have)), r=read)
 
 
+def failed_for_one(scene: Scene) -> None:
+    """An unpublish fails for one rank; the owner of another has the tensors back without etcd."""
+    both_have = "t.0/0 has it", "t.0/1 has it"
+
+    def read(me: Process) -> None:
+        scene.slow_s[me] = 3.0  # longer than the unpublish of rank 1 may last
+        with suppress(errors.TorchRosError):
+            me.handle.replicate(1, timeout_s=100)
+        scene.until(*both_have)
+
+    def train(me: Process) -> None:
+        publish(me, 1)
+        _await_reader(me)
+        meet(me)
+        if me.rank == 0:
+            scene.cut(me, 3 * TTL_S)
+        over_s = scene.now_s + 3 * TTL_S
+        try:
+            unpublish(me, timeout_s=2 * TTL_S if me.rank == 0 else 1.0)
+        except errors.DeadlineExceeded:
+            demand(me.rank == 1, "I2: the seat is lost, and the tensors are not given back")
+            demand(me.handle.version == 1, "it failed, and nothing is held")
+        else:
+            demand(me.rank == 0, "I2: they are given back, and somebody reads them")
+        scene.when(lambda: scene.now_s > over_s, "back")
+        while not {*both_have} <= scene.reached:
+            demand(scene.now_s < over_s + 60, "I6: the ranks hold different things for ever")
+            try:
+                me.handle.update(timeout_s=5)
+            except errors.TorchRosError:
+                scene.sleep(0.5)
+            else:
+                scene.checks.returned(me, 1)
+                scene.reach(f"{me} has it", until=both_have)
+
+    def keep(me: Process) -> None:
+        scene.until("t.0/0", "t.0/1")
+        publish(me, 1)
+        scene.until(*both_have)
+
+    scene.start("t", train)
+    scene.start("u", keep, size=1)
+    scene.play(r=read)
+
+
 def trains_on(
     scene: Scene, *, cut_off: tuple[int, ...] = (0, 1), refused: Sequence[str] = ()
 ) -> None:

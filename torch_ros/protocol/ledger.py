@@ -232,8 +232,17 @@ class Ledger:
             return told, self.changes
 
     def regain(self, seat: Seat) -> None:
-        """The seat is taken again. Called under the lock."""
+        """The seat is taken again. Called under the lock.
+
+        If a peer took its tensors back without etcd, in an unpublish that failed for this rank,
+        this rank holds nothing either: else the next calls of the two would never be alike.
+        """
         self.seat, self.standing = seat, Standing()
+        held, number = self.held, seat.unpublished_by
+        if held is not None and held.call < number <= self.calls_made:
+            self.held = None
+            text = "replica %r holds version %d no more: a peer took its tensors back without etcd"
+            log.warning(text, seat.replica, held.ref.version)
 
     @property
     def holds(self) -> Kept | None:

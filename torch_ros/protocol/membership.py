@@ -1,6 +1,6 @@
 """Membership in a replica's group, from joining to the end. Pure, like `calls`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 
 import msgspec
@@ -57,6 +57,7 @@ def seat_of(
     who: Applicant, group: GroupRecord, run_number: int, shards: Mapping[int, ShardRecord]
 ) -> Seat:
     """The seat of this rank in a group, once its peers' shards show what they bring along."""
+    last = _last_change(_ends_of(shards.values()))
     return Seat(
         keys=who.keys,
         replica=who.replica,
@@ -67,6 +68,7 @@ def seat_of(
         run_number=run_number,
         # These ranks have shown a publication without etcd: they do not come to that call again.
         unwaited=tuple((r, s.ready, s.answer) for r, s in shards.items() if s.ready is not None),
+        unpublished_by=last.number if last and last.kind == "unpublish" else 0,
         lease_id=who.lease_id,
         # By the group's record, or a rank that was started with other options would differ.
         datacenter=group.datacenter,
@@ -327,12 +329,9 @@ def adopted(shards: Sequence[ShardRecord]) -> tuple[list[Call], Kept | None]:
     """
     ends = _ends_of(shards)
     calls = [ends[number] for number in sorted(ends)][-CALLS_KEPT:]
-    last_change = max((n for n, call in ends.items() if _changes_holding(call)), default=0)
-    knowing = [
-        shard
-        for shard in shards
-        if any(call.number == last_change and call.has_ended_well for call in shard.ended)
-    ]
+    last = _last_change(ends)
+    number = last.number if last else 0
+    knowing = [s for s in shards if any(c.number == number and c.has_ended_well for c in s.ended)]
     kept = (knowing or shards)[0].kept
     if kept is None:
         return calls, None
@@ -343,7 +342,7 @@ def adopted(shards: Sequence[ShardRecord]) -> tuple[list[Call], Kept | None]:
     return calls, kept if agree else None
 
 
-def _ends_of(shards: Sequence[ShardRecord]) -> dict[int, Call]:
+def _ends_of(shards: Iterable[ShardRecord]) -> dict[int, Call]:
     """How each call ended, by its number.
 
     If any rank knows a good end, that counts: one that gave the call up could not hear of it.
@@ -353,6 +352,11 @@ def _ends_of(shards: Sequence[ShardRecord]) -> dict[int, Call]:
         if call.number not in ends or not ends[call.number].has_ended_well:
             ends[call.number] = call
     return ends
+
+
+def _last_change(ends: Mapping[int, Call]) -> Call | None:
+    changes = [number for number, call in ends.items() if _changes_holding(call)]
+    return ends[max(changes)] if changes else None
 
 
 def _changes_holding(call: Call) -> bool:

@@ -66,6 +66,7 @@ class Seat:
     knows: tuple[tuple[int, frozenset[str]], ...] = ()  # by rank: what a call may have in `must`
     # By their ranks: publications not waited for, and what those would have said to be ready.
     unwaited: tuple[tuple[int, Call, str], ...] = ()
+    unpublished_by: int = 0  # the call since which its ranks, all told, hold nothing; 0: none
 
     @property
     def inst(self) -> str:
