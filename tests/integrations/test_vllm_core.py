@@ -49,6 +49,16 @@ class Scheduler:
         return [one for one in ended if named[one]]
 
 
+class TransferEngine:
+    """Our part of a worker."""
+
+    def __init__(self, core):
+        self.active, self._core = None, core
+
+    def withdraw(self):
+        self._core.called.append("withdraw")
+
+
 def engine_core(backend="torch_ros", load_format="auto", *, is_process=False):
     """A core of a class of its own, which is watched."""
 
@@ -58,14 +68,15 @@ def engine_core(backend="torch_ros", load_format="auto", *, is_process=False):
             load = SimpleNamespace(load_format=load_format)
             self.vllm_config = SimpleNamespace(weight_transfer_config=transfer, load_config=load)
             self.scheduler, self.encodings, self.label = Scheduler(), {"an image"}, core.FIRST
-            engines = [SimpleNamespace(active=None), SimpleNamespace(active=None)]
+            engines = [TransferEngine(self), TransferEngine(self)]
             self.workers = [SimpleNamespace(weight_transfer_engine=one) for one in engines]
             self.fails, self.is_pooling_model, self.can_reset_encoder = None, False, True
-            self.step_fn = lambda: (None, True)
+            self.step_fn, self.called = lambda: (None, True), []
 
         def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
             if callable(method):
                 return [method(worker) for worker in self.workers]
+            self.called.append(method)
             if isinstance(self.fails, Exception):
                 raise self.fails
             if self.fails:
@@ -368,6 +379,15 @@ def test_a_call_that_may_have_written_and_fails_leaves_no_version(call, failure)
     assert engine.get_weight_version() == core.NO_VERSION
     with pytest.raises(RuntimeError, match=f"found none: {call} has failed in the middle"):
         engine.resume_scheduler()
+
+
+@pytest.mark.parametrize("call", core.OVERWRITING)
+def test_weights_are_withdrawn_before_vllm_overwrites_them(call):
+    """Else peers read them then, and an update to the same version finds nothing to do."""
+    engine = engine_core()
+    update(engine, 7)
+    engine.collective_rpc(call)
+    assert engine.called == ["update_weights", "withdraw", "withdraw", call]
 
 
 def test_weights_that_were_set_to_zero_are_no_version():

@@ -274,6 +274,16 @@ def test_weights_that_vllm_reloads_by_itself_are_no_version(followed):
     assert not policy.update()
 
 
+def test_weights_that_were_set_to_zero_come_back_with_the_same_version(followed):
+    llm, policy = followed.engine.llm, followed.policy
+    llm.collective_rpc("reset_weights")
+    assert llm.get_weight_version() == NO_VERSION
+    assert policy._handle.installs()["vllm"].active is None
+    assert policy.update()
+    followed.engine.agrees(followed.first)
+    assert not policy.update()
+
+
 @pytest.fixture
 def keeper(followed, etcd_endpoint):
     """A replica that has version 1, whatever becomes of its trainer."""

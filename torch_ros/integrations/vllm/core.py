@@ -64,6 +64,8 @@ def _call(own: Any, core: Any, method: Any, *args: Any, **named: Any) -> Any:
     """Call all workers, and note what becomes of their weights."""
     if method not in NOTED or not _is_ours(core):
         return own(core, method, *args, **named)
+    if method in OVERWRITING:  # past the model's own load_weights, perhaps
+        own(core, withdraw)
     try:
         found = own(core, method, *args, **named)
     except Exception as error:
@@ -150,6 +152,11 @@ def installed(worker: Any) -> int | None:
     """The version that a worker has."""
     version: int | None = worker.weight_transfer_engine.active
     return version
+
+
+def withdraw(worker: Any) -> None:
+    """Offer the weights of a worker to nobody, and take them for none of its versions."""
+    worker.weight_transfer_engine.withdraw()
 
 
 NOTED = {

@@ -146,6 +146,11 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
         """The version that the engine has; None: none, or nobody knows."""
         return self._installer.active if self._installer else None
 
+    def withdraw(self) -> None:
+        """Offer the parameters to nobody: somebody else is about to write to them."""
+        if self._installer is not None:
+            self._installer.withdraw("somebody else has loaded its weights")
+
     # Infos
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
@@ -204,7 +209,7 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
         self._installer, self._timeout_s = installer, info.timeout_s
 
         def load_weights(weights: Any) -> Any:
-            installer.withdraw("somebody else has loaded its weights")
+            self.withdraw()
             return engine.load_weights(weights)
 
         self.model.__dict__["load_weights"] = load_weights
