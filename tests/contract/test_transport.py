@@ -36,7 +36,12 @@ KINDS += ["tcp-cma"]  # feature tcp
 # } shortcuts
 
 
-@pytest.fixture(params=KINDS)
+# Each of these is made of parts of others, which `make test` has.
+LATER = {"nixl", "cma", "beyond", "tcp-device", "tcp-cma"}
+EACH = [pytest.param(kind, marks=pytest.mark.long if kind in LATER else ()) for kind in KINDS]
+
+
+@pytest.fixture(params=EACH)
 def make(request, monkeypatch):
     """Makes a transport; closes them all in the end."""
     made = []

@@ -121,7 +121,9 @@ def as_rank(rank, world_size):
 
 
 @both_planners
-@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize(
+    "rank", [0, *(pytest.param(rank, marks=pytest.mark.long) for rank in (1, 2, 3))]
+)
 def test_a_rank_with_several_parts_of_a_dtensor_saves_and_loads_them_all(
     handles, rank, is_own, monkeypatch
 ):

@@ -278,6 +278,7 @@ UNREAL = {
     "grad": within(torch.func.grad),
     "functionalize": within(torch.func.functionalize),
 }
+TRANSFORMS = {"grad", "functionalize"}  # as "vmap" is one
 
 
 def save(handle, version, sd, *, is_own=True):
@@ -313,7 +314,10 @@ def error_of(call, *arguments):
 
 
 @pytest.mark.parametrize("take", TAKES)
-@pytest.mark.parametrize("kind", UNREAL)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=pytest.mark.long if k in TRANSFORMS else ()) for k in UNREAL],
+)
 def test_a_tensor_without_memory_is_refused_by_name(pair, kind, take):
     trainer, reader = pair
     save(trainer, 1, {"w": torch.ones(3)})
@@ -348,7 +352,7 @@ INSIDE = {
 }
 
 
-@pytest.mark.parametrize("may_mix", [False, True])
+@pytest.mark.parametrize("may_mix", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("call", INSIDE)
 def test_a_call_within_fake_tensor_mode_is_refused(pair, call, may_mix):
     trainer, reader = pair

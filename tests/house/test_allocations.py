@@ -23,10 +23,9 @@ def undetermined(folder):
             if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
                 continue
             name, given = call.func.attr, {keyword.arg for keyword in call.keywords}
-            if (
-                ast.unparse(call.func.value) not in {"torch", "torch.fft"}
-                or name not in CONSTRUCTORS
-            ):
+            if name not in CONSTRUCTORS:
+                continue
+            if ast.unparse(call.func.value) not in {"torch", "torch.fft"}:
                 continue
             wanted = {"device"} if name in OF_ONE_DTYPE else {"device", "dtype"}
             for each in sorted(wanted - given):

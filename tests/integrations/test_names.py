@@ -55,7 +55,13 @@ def written(model, directory):
     return load_file(directory / "model.safetensors")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind.startswith("qwen3") else pytest.mark.long)
+        for kind in KINDS
+    ],
+)
 def test_a_reader_gets_what_save_pretrained_writes(kind, tmp_path):
     model = made(kind)
     files = written(model, tmp_path)

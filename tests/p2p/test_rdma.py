@@ -161,6 +161,7 @@ def test_a_process_ends_with_its_own_exit_code(libraries, ends):
     assert done.stderr.count("SIGSEGV (exit code 139)") == 1  # said by the last
 
 
+@pytest.mark.long
 def test_a_spawned_child_ends_well(libraries, tmp_path):
     program = tmp_path / "spawning.py"
     program.write_text(SPAWNING)

@@ -40,7 +40,7 @@ STRUCK = tuple(
 )
 STORES = re.compile(r"[\w.]+ = \w+")
 BEGINNINGS = (Shard.busy.__code__, _Taking.take.__code__)
-QUICK, MANY = 5, int(os.environ.get("INTERRUPTS", "60"))
+QUICK, MANY = 3, int(os.environ.get("INTERRUPTS", "60"))
 SOON_S, TIMEOUT_S = 8.0, 20.0
 
 

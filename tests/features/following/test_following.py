@@ -415,7 +415,15 @@ def leaves_by_a_task(handle):
 
 
 @pytest.mark.parametrize(
-    "leaves", [leaves_by_break, leaves_by_an_error, leaves_by_closing, leaves_by_a_task]
+    "leaves",
+    [
+        leaves_by_break,
+        leaves_by_a_task,
+        *(
+            pytest.param(by, marks=pytest.mark.long)
+            for by in (leaves_by_an_error, leaves_by_closing)
+        ),
+    ],
 )
 def test_who_leaves_alone_ends_its_peers_who_keep_what_they_hold(opened, pool, replica, leaves):
     trainer = publisher(opened)

@@ -14,15 +14,15 @@ SOURCE = """
 import sys
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Shard, distribute_tensor
 import torch_ros
 
 endpoint, model, kind, transport, size = *sys.argv[1:5], int(sys.argv[5])
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
 matrix = torch.arange(size * size, dtype=torch.float32).view(size, size)
 match kind:
     case "shared DTensor":
+        from torch.distributed.tensor import Shard, distribute_tensor
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
         tensor = distribute_tensor(matrix, mesh, [Shard(0)])
         tensor.to_local().share_memory_()
     case "shared module":
@@ -42,7 +42,8 @@ else:
 print("published", flush=True)
 sys.stdin.read()
 handle.close()
-dist.destroy_process_group()
+if dist.is_initialized():
+    dist.destroy_process_group()
 """
 
 
@@ -76,11 +77,11 @@ def replicate(endpoint, model, transport):
 @pytest.mark.parametrize(
     ("kind", "transport", "is_mapped"),
     [
-        ("shared DTensor", "auto", False),
-        ("shared module", "auto", False),
+        pytest.param("shared DTensor", "auto", False, marks=pytest.mark.long),
+        pytest.param("shared module", "auto", False, marks=pytest.mark.long),
         ("copy", "auto", True),
         ("ordinary", "auto", False),
-        ("copy", "ucx", False),
+        pytest.param("copy", "ucx", False, marks=pytest.mark.long),
     ],
 )
 def test_a_copy_is_mapped_since_its_file_cannot_be_cut_short(

@@ -216,9 +216,9 @@ def lent_name(evil, honest, reader):
     ("attack", "reason"),
     [
         (own_process, "names this process"),
-        (own_thread, "expected agent"),
+        pytest.param(own_thread, "expected agent", marks=pytest.mark.long),
         (borrowed, "expected agent"),
-        (borrowed_shared, "expected agent"),
+        pytest.param(borrowed_shared, "expected agent", marks=pytest.mark.long),
         (not_sealed, "can be written to"),
         (other_name, "something else"),
         (lent_name, "only reads the voucher"),

@@ -85,7 +85,10 @@ def copied(source, reader, far, near, held, here=0, to=0):
 
 @SEALED
 @WAYS
-@pytest.mark.parametrize("size", [1, 8, 4099, PIECE_BYTES + 1, 33 << 20])
+@pytest.mark.parametrize(
+    "size",
+    [1, PIECE_BYTES + 1, 33 << 20, *(pytest.param(n, marks=pytest.mark.long) for n in (8, 4099))],
+)
 def test_every_byte_arrives(source, reader, far, near, here, to, size):
     read, target, _, _ = copied(source, reader, far, near, held := bytes_of(size), here, to)
     for _ in range(2):

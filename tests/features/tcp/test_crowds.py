@@ -25,7 +25,14 @@ SLOW = 200 if IS_WHOLE else 40
 modes = pytest.mark.parametrize("mode", MODES)
 
 
-@pytest.mark.parametrize("stage", ["silent", "half a knock", "knocked", "a hello"])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "half a knock",
+        "a hello",
+        *(pytest.param(less, marks=pytest.mark.long) for less in ("silent", "knocked")),
+    ],
+)
 def test_500_that_say_nothing_more_keep_nobody_out_where_few_files_are_left(start, stage):
     """Some of them go, and nobody who has met the source, for those who cannot even knock."""
     source = start(sizes=[70_001], limit=1024, files=600)

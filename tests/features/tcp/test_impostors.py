@@ -245,7 +245,12 @@ def meeting_bytes(true, mode):
 
 
 @pytest.mark.parametrize(
-    ("mode", "step"), [("near", 5), ("tls", 7), pytest.param("near", 1, marks=pytest.mark.long)]
+    ("mode", "step"),
+    [
+        ("near", 5),
+        ("tls", 29),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in (("near", 1), ("tls", 7))),
+    ],
 )
 def test_a_meeting_of_which_a_byte_is_changed_on_the_way_ends_in_no_connection(true, mode, step):
     card, whole = Card.read(true.connection), meeting_bytes(true, mode)

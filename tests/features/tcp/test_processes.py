@@ -6,11 +6,13 @@ import sys
 from contextlib import closing
 
 import numpy as np
+import pytest
 from p2p.steps import region
 
 from torch_ros.features.tcp.transport import TcpTransport
 
 
+@pytest.mark.long  # in one process: tests/contract; without encryption: tests/dcp
 def test_ranks_of_another_sharding_load_encrypted(jobs):
     jobs.environment |= {
         "TORCH_ROS_TRANSPORT": "tcp",
@@ -51,7 +53,7 @@ def test_a_source_that_exits_while_it_is_read_exits_well():
     target = np.zeros(64 << 20, np.uint8)
     with closing(TcpTransport()) as reader:
         reader.register([region(target)])
-        for _ in range(5):
+        for _ in range(2):
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             source = subprocess.Popen([sys.executable, "-c", SOURCE], text=True, **pipes)
             connection, descriptor, address = source.stdout.readline().split()

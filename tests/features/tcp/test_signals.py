@@ -74,7 +74,11 @@ def see_through(read):
     until(read.is_done, DEADLINE_S, pause_s=0)
 
 
-@SEALED
+@pytest.mark.parametrize(
+    "is_sealed",
+    [False, pytest.param(True, marks=pytest.mark.long)],
+    ids=["plain", "sealed"],
+)
 @pytest.mark.parametrize("closes", ["read", "registration", "peer"])
 def test_a_read_that_a_handler_in_its_thread_closes_is_over(source, reader, handle, closes):
     held = np.arange(6000, dtype=np.uint8)
