@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,13 @@ from torch_ros.integrations.vllm.core import FIRST, NO_VERSION
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/a/new/path")
 DRIVING = ("/update_weights", "/pause", "/resume", "/v1/load_lora_adapter", "/tokenize")
+
+
+@pytest.fixture(autouse=True)
+def no_clock(monkeypatch):
+    """However slowly a test runs."""
+    monkeypatch.setattr(gate, "FRESH_S", math.inf)
+    monkeypatch.setattr(gate, "WAIT_S", 60)
 
 
 class Engine:
@@ -183,15 +191,36 @@ def test_requests_wait_in_the_engine_while_it_is_updated(monkeypatch):
     run(story)
 
 
-def test_requests_that_wait_ask_once_together():
+@pytest.mark.parametrize("was_open", [True, False])
+@pytest.mark.parametrize(("version", "status"), [("2", 200), (NO_VERSION, 503)])
+def test_requests_that_wait_ask_once_together(was_open, version, status):
     async def story():
-        server = Server("1")
+        server = Server("1" if was_open else NO_VERSION)
+        await server.gate._ask(server.engine)
+        await server.status_of("/update_weights")
         server.engine.is_idle.clear()
+        server.engine.is_asked.clear()
+        server.engine.version = version
         waiting = [asyncio.ensure_future(server.status_of("/v1/completions")) for _ in range(4)]
         await server.engine.is_asked.wait()
+        waiting += [asyncio.ensure_future(server.status_of("/v1/completions")) for _ in range(4)]
+        await asyncio.sleep(0)  # these look, too, while the question is being asked
         server.engine.is_idle.set()
-        assert await asyncio.gather(*waiting) == [200] * 4
-        assert server.engine.asked == 1
+        assert await asyncio.gather(*waiting) == [status] * 8
+        assert server.engine.asked == 2
+
+    run(story)
+
+
+def test_an_answer_does_not_count_for_ever(monkeypatch):
+    """A server of several hears of no update, and its streams have no status of 500."""
+    monkeypatch.setattr(gate, "FRESH_S", 0)
+
+    async def story():
+        server = Server("1")
+        assert await server.status_of("/v1/completions") == 200
+        server.engine.version = NO_VERSION
+        assert await server.status_of("/v1/completions") == 503
 
     run(story)
 

@@ -7,6 +7,7 @@ closes for an engine of dummy weights that follows no model yet. Imports nothing
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from typing import Any
@@ -19,6 +20,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 WAIT_S = 1.0  # for the engine to say what it has; within an update it says nothing
+FRESH_S = 5.0  # how long an answer counts: another server may have updated the engine
 RETRY_S = 1
 TRY_LATER = 1013  # the code with which a websocket is closed
 
@@ -77,15 +79,15 @@ UNSURE = (
 class Gate:
     """An ASGI middleware: 503 for all that asks weights, while there is no whole version.
 
-    It asks the engine at the first request, and again after each call that may change the weights
-    and each answer of 500 or more. While it is closed it asks at every request, once for all that
-    wait. GETs, such as `/health`, and calls that drive the engine pass.
+    It asks the engine at the first request, and again after `FRESH_S`, each call that may change
+    the weights and each answer of 500 or more. While it is closed it asks at every request, once
+    for all that wait. GETs, such as `/health`, and calls that drive the engine pass.
     """
 
     def __init__(self, app: App) -> None:
         self._app = app
         self._reason: str | None = LACKING  # None: open
-        self._is_stale = True  # what was answered last
+        self._fresh_until_s = 0.0  # what was answered last
         self._question: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -100,13 +102,15 @@ class Gate:
         try:
             await self._app(scope, receive, send)
         finally:
-            self._is_stale |= path in CHANGING
+            if path in CHANGING:
+                self._fresh_until_s = 0.0
 
     def _noticing(self, send: Send) -> Send:
         """As `send`; after an error the engine is asked again."""
 
         async def noticing(message: Message) -> None:
-            self._is_stale |= message.get("status", 0) >= 500  # of HTTP
+            if message.get("status", 0) >= 500:  # of HTTP
+                self._fresh_until_s = 0.0
             await send(message)
 
         return noticing
@@ -117,15 +121,15 @@ class Gate:
         An engine that does not answer is in an update, and has what it had until that fails: the
         requests wait in the engine, as with vLLM alone.
         """
-        if self._reason is None and not self._is_stale:
-            return
         if self._question is None:
+            if self._reason is None and time.monotonic() < self._fresh_until_s:
+                return
             self._question = asyncio.ensure_future(self._ask(engine))
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._question), WAIT_S)
 
     async def _ask(self, engine: Any) -> None:
-        self._is_stale = False
+        self._fresh_until_s = time.monotonic() + FRESH_S
         try:
             version = await engine.get_weight_version()
         except Exception:  # noqa: BLE001  # of several engines that disagree, or one that has ended
