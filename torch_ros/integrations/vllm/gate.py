@@ -21,50 +21,44 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 WAIT_S = 1.0  # for the engine to say what it has; within an update it says nothing
 FRESH_S = 5.0  # how long an answer counts: another server may have updated the engine
-RETRY_S = 1
-TRY_LATER = 1013  # the code with which a websocket is closed
 
-# POSTs after which the engine may have other weights. All that is in neither list is gated, so that
-# a path of a newer vLLM is, too.
+# POSTs after which the engine may have other weights, or another name for them. All that is in
+# neither list is gated, so that a path of a newer vLLM is, too.
 CHANGING = frozenset(
-    f"/{name}"
-    for name in [
-        "init_weight_transfer_engine",
-        "shutdown_weight_transfer_engine",
-        "start_weight_update",
-        "start_draft_weight_update",
-        "update_weights",
-        "finish_weight_update",
-        "update_weight_version",
-        "weight_checker",  # which may set all weights to zero
-        "pause",
-        "resume",
-        "sleep",
-        "wake_up",
-        "collective_rpc",
-        "scale_elastic_ep",
-        "fault_tolerance/apply",
+    [
+        "/init_weight_transfer_engine",
+        "/update_weights",
+        "/finish_weight_update",
+        "/update_weight_version",
+        "/weight_checker",  # which may set all weights to zero
+        "/collective_rpc",
+        "/scale_elastic_ep",
+        "/fault_tolerance/apply",
     ]
 )
-HARMLESS = frozenset(
-    f"/{name}"
-    for name in [
-        "abort_requests",
-        "release_kv_cache_memory",
-        "reset_prefix_cache",
-        "reset_mm_cache",
-        "reset_encoder_cache",
-        "start_profile",
-        "stop_profile",
-        "tokenize",
-        "detokenize",
-        "ping",
-        "is_scaling_elastic_ep",
-        "v1/load_lora_adapter",
-        "v1/unload_lora_adapter",
-    ]
-)
-HARMLESS_ENDS = ("/render", "/derender", "/cancel")  # they ask no weights
+UNGATED = CHANGING | {
+    "/start_weight_update",
+    "/start_draft_weight_update",
+    "/shutdown_weight_transfer_engine",
+    "/pause",
+    "/resume",
+    "/sleep",
+    "/wake_up",
+    "/abort_requests",
+    "/release_kv_cache_memory",
+    "/reset_prefix_cache",
+    "/reset_mm_cache",
+    "/reset_encoder_cache",
+    "/start_profile",
+    "/stop_profile",
+    "/tokenize",
+    "/detokenize",
+    "/ping",
+    "/is_scaling_elastic_ep",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+}
+UNGATED_ENDS = ("/render", "/derender", "/cancel", "/count_tokens")  # they ask no weights
 
 LACKING = (
     "the engine has no whole version of its weights: none has come yet, or an update has failed "
@@ -149,7 +143,7 @@ def _engine(scope: Message) -> Any:
 
 def _path(scope: Message) -> str:
     path: str = scope.get("path", "")
-    return path.removeprefix(scope.get("root_path", ""))
+    return path.removeprefix(scope.get("root_path", "")).rstrip("/")
 
 
 def _is_gated(scope: Message, path: str) -> bool:
@@ -157,7 +151,7 @@ def _is_gated(scope: Message, path: str) -> bool:
         return True
     if scope["type"] != "http" or scope["method"] != "POST":
         return False
-    return path not in CHANGING | HARMLESS and not path.endswith(HARMLESS_ENDS)
+    return path not in UNGATED and not path.endswith(UNGATED_ENDS)
 
 
 async def _refuse(scope: Message, receive: Receive, send: Send, reason: str) -> None:
@@ -166,11 +160,8 @@ async def _refuse(scope: Message, receive: Receive, send: Send, reason: str) -> 
     kind = "http.response"
     if scope["type"] == "websocket":
         await receive()  # the wish to connect
-        kind = "websocket.http.response"
-        if kind not in scope.get("extensions", {}):
-            await send({"type": "websocket.close", "code": TRY_LATER, "reason": ""})
-            return
-    headers = {"content-type": "application/json", "retry-after": f"{RETRY_S}"}
+        kind = "websocket.http.response"  # an extension that uvicorn has, which vLLM runs on
+    headers = {"content-type": "application/json", "retry-after": "1"}
     headers["content-length"] = f"{len(body)}"
     pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": f"{kind}.start", "status": 503, "headers": pairs})
