@@ -127,11 +127,15 @@ def test_dummy_weights_are_no_version_though_nobody_has_attached(version, load_f
     run(story)
 
 
-def test_engines_that_disagree_are_closed():
+@pytest.mark.parametrize("error", [RuntimeError("different results"), AttributeError("no method")])
+def test_engines_that_disagree_or_cannot_be_asked_are_closed_and_the_log_says_why(error, caplog):
     async def story():
-        server = Server(RuntimeError("Engines returned different get_weight_version results"))
-        _, body = await server.ask("/v1/completions")
-        assert "different versions" in json.loads(body["body"])["error"]["message"]
+        server = Server(error)
+        for _ in range(3):
+            _, body = await server.ask("/v1/completions")
+            assert "different versions" in json.loads(body["body"])["error"]["message"]
+        [line] = caplog.messages  # not one for each request
+        assert line == f"the engine does not say which version it has: {error!r}"
 
     run(story)
 

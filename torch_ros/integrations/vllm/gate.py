@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from typing import Any
 
-from torch_ros.integrations.vllm.core import FIRST, NO_VERSION
+from torch_ros.integrations.vllm.core import FIRST, NO_VERSION, log
 
 Message = MutableMapping[str, Any]  # of ASGI; and so below
 Receive = Callable[[], Awaitable[Message]]
@@ -126,7 +126,9 @@ class Gate:
         self._fresh_until_s = time.monotonic() + FRESH_S
         try:
             version = await engine.get_weight_version()
-        except Exception:  # noqa: BLE001  # of several engines that disagree, or one that has ended
+        except Exception as error:  # noqa: BLE001  # engines disagree, or one has ended
+            if self._reason != UNSURE:
+                log.warning("the engine does not say which version it has: %r", error)
             self._reason = UNSURE
         else:
             is_dummy = engine.vllm_config.load_config.load_format == "dummy"
