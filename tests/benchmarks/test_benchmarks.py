@@ -25,7 +25,7 @@ PARTS = {  # with constants that keep them small
     "borrow": {"LOOKS": 1, "STEPS": 1},
     "huge-pages": {"READERS": 2, "TURNS": 1},
     "tcp": {},
-    "footprint": {"READS": 1, "TRANSPORTS": ("auto",), "IDLE_S": 0.1},
+    "footprint": {"READS": 1, "TRANSPORTS": ("auto",)},
     "dcp": {"RANKS": (2,), "STEPS": 1, "WARM_UP": 1},
 }
 PART = """
