@@ -13,6 +13,7 @@ import pytest
 import puppets
 import torch_ros
 from puppets.objects import ObjectServer
+from torch_ros import environment
 from torch_ros.store import run
 
 
@@ -79,6 +80,12 @@ def shared_etcd_cluster(tmp_path_factory):
         yield cluster
     finally:
         cluster.stop()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def ready_folder(tmp_path_factory):
+    """Where engines of tests say what they use: nobody's probe finds them."""
+    os.environ[environment.READY_DIR] = str(tmp_path_factory.mktemp("ready"))
 
 
 @pytest.fixture

@@ -13,6 +13,12 @@ def main() -> int:
             from torch_ros.cli import completing  # noqa: PLC0415
 
             return completing.complete()
+        # feature installs {
+        if sys.argv[1:2] == ["ready"]:  # a probe: the other commands take longer to import
+            from torch_ros.cli import ready  # noqa: PLC0415
+
+            return ready.main()
+        # } installs
         from torch_ros.cli import main as commands  # noqa: PLC0415  # Ctrl-C may come meanwhile
 
         return commands.main()

@@ -25,6 +25,7 @@ from torch_ros.store.txn import Put, Read, Txn
 [_SUBCOMMANDS] = [each for each in parsing.parser()._actions if isinstance(each.choices, dict)]
 ARGUMENTS = {  # of those that take more than a model
     "why": ["MODEL", "trainer"],
+    "ready": ["--model", "MODEL", "--replica", "trainer"],
     "doctor": ["--model", "MODEL"],
     "verify": ["MODEL", "latest", "--timeout", "0.2"],
     "pull": ["MODEL", "latest", "FOLDER/out", "--timeout", "0.2"],
@@ -36,7 +37,9 @@ ARGUMENTS = {  # of those that take more than a model
 }
 COMMANDS = list(_SUBCOMMANDS.choices)
 SERVE = {"web", "export"}
+ASK_ETCD = [each for each in COMMANDS if each != "ready"]
 each_command = pytest.mark.parametrize("command", COMMANDS)
+each_that_asks = pytest.mark.parametrize("command", ASK_ETCD)
 
 
 class Terminal(io.StringIO):
@@ -84,7 +87,7 @@ def test_all_commands_are_tried():
     assert {"ls", "top", "gc"} < set(COMMANDS)
 
 
-@pytest.mark.parametrize("command", [each for each in COMMANDS if each != "push"])
+@pytest.mark.parametrize("command", [each for each in ASK_ETCD if each != "push"])
 def test_a_model_that_is_not_there_is_named_with_the_nearest(command, ask, crowd):
     endpoint, there = crowd
     before = there.kv.read(Read(()), timeout_s=5).rev
@@ -93,7 +96,7 @@ def test_a_model_that_is_not_there_is_named_with_the_nearest(command, ask, crowd
     assert there.kv.read(Read(()), timeout_s=5).rev == before
 
 
-@each_command
+@each_that_asks
 def test_an_etcd_that_does_not_answer_is_said(command, ask, monkeypatch):
     monkeypatch.setattr(asking, "ANSWER_S", 0.5)
     monkeypatch.setattr(moving, "OPEN_S", 0.5)
@@ -103,7 +106,7 @@ def test_an_etcd_that_does_not_answer_is_said(command, ask, monkeypatch):
     assert "Traceback" not in err
 
 
-@each_command
+@each_that_asks
 def test_records_of_another_release_are_said(command, ask, crowd, capsys):
     endpoint, there = crowd
     there.kv.commit(
@@ -115,7 +118,7 @@ def test_records_of_another_release_are_said(command, ask, crowd, capsys):
     assert "Traceback" not in err
 
 
-@each_command
+@each_that_asks
 def test_ctrl_c_while_etcd_is_silent_is_an_exit_code(command, ask, ctrl_c, monkeypatch):
     monkeypatch.setattr(asking, "ANSWER_S", 20.0)
     at = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))

@@ -5,7 +5,7 @@ from contextlib import closing
 import pytest
 from crowd import Crowd
 from terminal import drawn
-from test_bad_input import COMMANDS, ask  # noqa: F401  # a fixture
+from test_bad_input import ASK_ETCD, ask  # noqa: F401  # a fixture
 from test_read_only import READ
 from users import limited
 
@@ -72,7 +72,7 @@ def test_why_does_without_the_other_models(endpoint, capsys):
     assert (code, "nobody has version 9" in out, "may not" in err) == (1, True, False)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ASK_ETCD)
 def test_another_model_takes_a_permission_which_is_said(command, endpoint, ask, capsys):  # noqa: F811
     if command == "doctor":
         code = main.main(["--endpoint", endpoint, "doctor", "--model", "reward"])

@@ -12,7 +12,7 @@ import pytest
 from crowd import Crowd
 from scraping import samples
 from terminal import drawn
-from test_bad_input import COMMANDS, ask, each_command  # noqa: F401  # a fixture
+from test_bad_input import COMMANDS, ask, each_that_asks  # noqa: F401  # a fixture
 from test_web import ask as get
 from test_web import next_event
 from users import limited
@@ -62,7 +62,7 @@ def revision(users, monkeypatch):
 
 
 def test_each_command_is_one_that_reads_writes_or_serves():
-    known = {*READ, *WRITE, *SERVE, "top"}
+    known = {*READ, *WRITE, *SERVE, "top", "ready"}
     assert {command.split()[0] for command in known} == {*COMMANDS}
 
 
@@ -137,7 +137,7 @@ def test_what_writes_is_refused_with_a_line(command, users, revision, ask):  # n
     assert revision() == before
 
 
-@each_command
+@each_that_asks
 def test_who_may_do_nothing_is_told_so(command, users, revision, ask, monkeypatch):  # noqa: F811
     monkeypatch.setenv("TORCH_ROS_ETCD_USER", "nobody")
     code, err = ask(users[0], command, "policy")

@@ -22,6 +22,7 @@ from torch_ros.cli import (
     ls,
     output,
     parsing,
+    ready,  # feature installs
     waiting,
 )
 from torch_ros.cli.headway import Look
@@ -331,6 +332,7 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "top": _top,
     "web": _web,
     "why": _why,
+    "ready": ready.run,  # feature installs
     "doctor": _doctor,
     "gc": _gc,
     "verify": _verify,

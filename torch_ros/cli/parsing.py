@@ -23,6 +23,10 @@ EXAMPLES = {
     "top": ("top policy", "top policy --deep"),
     "web": ("web", "web policy --port 0"),
     "why": ("why policy rollout-3", "why policy rollout-3 --version 42"),
+    "ready": (  # feature installs {
+        "ready --model policy --replica rollout-3",
+        "ready --model policy --replica rollout-3 --behind 2",
+    ),  # } installs
     "doctor": ("doctor", "doctor --model policy", "doctor --links policy"),
     "gc": ("gc policy", "gc policy --yes"),
     "verify": ("verify policy latest", "verify policy 42 --full --against checkpoints/42"),
@@ -142,6 +146,14 @@ def _add_checking(commands: "Commands[argparse.ArgumentParser]") -> None:
     blamed.add_argument("model")
     blamed.add_argument("replica")
     blamed.add_argument("--version", type=_whole, dest="number", help="that it should have")
+    # feature installs {
+    probed = _add(commands, "ready", "whether an engine on this host uses a version")
+    probed.add_argument("--model", required=True)
+    probed.add_argument("--replica", required=True)
+    which = probed.add_mutually_exclusive_group()
+    which.add_argument("--version", type=_whole, dest="number", help="this one; by default any")
+    which.add_argument("--behind", type=_whole, metavar="K", help="at most so many numbers")
+    # } installs
     examined = _add(commands, "doctor", "what is wrong with etcd, here, or on the way")
     examined.add_argument("--model", help="the one to look at; by default all")
     examined.add_argument("--links", metavar="MODEL", help="read each of its replicas from here")

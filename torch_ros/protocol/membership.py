@@ -57,7 +57,8 @@ def seat_of(
     who: Applicant, group: GroupRecord, run_number: int, shards: Mapping[int, ShardRecord]
 ) -> Seat:
     """The seat of this rank in a group, once its peers' shards show what they bring along."""
-    last = _last_change(_ends_of(shards.values()))
+    ends = _ends_of(shards.values())
+    last = _last_change(ends)
     return Seat(
         keys=who.keys,
         replica=who.replica,
@@ -68,7 +69,7 @@ def seat_of(
         run_number=run_number,
         # These ranks have shown a publication without etcd: they do not come to that call again.
         unwaited=tuple((r, s.ready, s.answer) for r, s in shards.items() if s.ready is not None),
-        unpublished_by=last.number if last and last.kind == "unpublish" else 0,
+        unpublished_by=last if last and ends[last].kind == "unpublish" else 0,
         lease_id=who.lease_id,
         # By the group's record, or a rank that was started with other options would differ.
         datacenter=group.datacenter,
@@ -330,8 +331,7 @@ def adopted(shards: Sequence[ShardRecord]) -> tuple[list[Call], Kept | None]:
     ends = _ends_of(shards)
     calls = [ends[number] for number in sorted(ends)][-CALLS_KEPT:]
     last = _last_change(ends)
-    number = last.number if last else 0
-    knowing = [s for s in shards if any(c.number == number and c.has_ended_well for c in s.ended)]
+    knowing = [s for s in shards if any(c.number == last and c.has_ended_well for c in s.ended)]
     kept = (knowing or shards)[0].kept
     if kept is None:
         return calls, None
@@ -354,9 +354,8 @@ def _ends_of(shards: Iterable[ShardRecord]) -> dict[int, Call]:
     return ends
 
 
-def _last_change(ends: Mapping[int, Call]) -> Call | None:
-    changes = [number for number, call in ends.items() if _changes_holding(call)]
-    return ends[max(changes)] if changes else None
+def _last_change(ends: Mapping[int, Call]) -> int:
+    return max((number for number, call in ends.items() if _changes_holding(call)), default=0)
 
 
 def _changes_holding(call: Call) -> bool:

@@ -10,6 +10,7 @@ import kit
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from features.installs.engines import engine, install
 from kit import at_once, both_stores, inside, published, until
 
 import torch_ros.dcp
@@ -23,23 +24,6 @@ from torch_ros.protocol.records import ShardRecord, VersionRef
 from torch_ros.store.txn import Put, Txn
 
 endpoint = pytest.fixture(kit.store)  # in memory, where nothing else is said
-
-
-@pytest.fixture
-def trainer(opened):
-    handle = opened("trainer")
-    published(handle, 1)
-    return handle
-
-
-def engine(opened, name="engine", **options):
-    return opened(name, installs=True, **options)
-
-
-def install(handle, version):
-    with handle.installing(version) as ref:
-        handle.read(ref.version, {"w": torch.empty(4)})
-    return ref
 
 
 def says(handle, name="engine"):

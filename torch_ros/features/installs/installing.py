@@ -24,6 +24,7 @@ from torch_ros.errors import (
 from torch_ros.features.installs import rules
 from torch_ros.features.installs.intake import Intake
 from torch_ros.features.installs.known import Known
+from torch_ros.features.installs.ready_file import ReadyFile
 from torch_ros.features.installs.records import NAME, Install, Rejection
 from torch_ros.printable import log_of
 from torch_ros.protocol.call import CLEAN_UP_S, GroupCall
@@ -50,6 +51,10 @@ class Installs:
         is_told = NAME in shard.group.applicant.shard.carries
         self.intake = Intake(shard) if is_told else None
         self.known = Known(shard.group.ledger, is_told=is_told)
+        if is_told:
+            file = ReadyFile(shard.model, shard.group.seat.replica, shard.group.seat.rank)
+            shard.attach(file)
+            self.known.tells = file.tell
         self.open: Installing | None = None  # not left yet; or never, if Ctrl-C came there
         self.told: Latch = Latch()  # the last rejection is
         self.told.set()

@@ -1,6 +1,6 @@
 """The version that a replica's engine uses, as one of its ranks knows it and brings it along."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch_ros.features.installs.records import NAME, Install, Rejection
 from torch_ros.protocol.ledger import Ledger
@@ -17,8 +17,18 @@ class Known:
 
     def __init__(self, ledger: Ledger, *, is_told: bool) -> None:
         self._ledger, self.is_told = ledger, is_told
-        self.install = Install()
+        self.tells: Callable[[Install], None] = lambda _: None  # each change, under the lock
+        self._install = Install()
         ledger.carriers.append(self)
+
+    @property
+    def install(self) -> Install:
+        return self._install
+
+    @install.setter
+    def install(self, install: Install) -> None:
+        self._install = install
+        self.tells(install)
 
     @property
     def carried(self) -> Mapping[str, Carried]:

@@ -1,0 +1,123 @@
+"""Whether the engine of a replica uses a version: each rank says so in a file on its host.
+
+A probe reads these files: it asks no etcd, and no thread of a busy engine. A process that has ended
+is known by its number and start time, so nobody has to delete the file of one that was killed.
+"""
+
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from torch_ros import environment
+from torch_ros.errors import UsageError
+from torch_ros.features.installs.records import Install
+from torch_ros.p2p.voucher import line_of, started_at
+from torch_ros.protocol.records import VersionRef
+
+
+class RankUse(msgspec.Struct, frozen=True):
+    """What the engine of one rank uses, as its file has it."""
+
+    model: str
+    replica: str
+    rank: int
+    pid: int
+    started: int  # in ticks since the host was
+    install: Install
+
+
+def all_told(model: str, replica: str) -> list[RankUse]:
+    """What the ranks of a replica on this host have told, by rank.
+
+    Raises:
+        OSError: The folder is another user's, or cannot be read.
+        UsageError: A file is of another release.
+    """
+    files = folder().glob(f"{file_name(model, replica)}-*[0-9]")
+    return sorted(_read(files), key=lambda told: told.rank)
+
+
+def _read(files: Iterator[Path]) -> Iterator[RankUse]:
+    for file in files:
+        try:
+            yield msgspec.json.decode(file.read_bytes(), type=RankUse)
+        except FileNotFoundError:  # its process has closed its handle meanwhile
+            continue
+        except msgspec.MsgspecError as error:
+            raise UsageError(f"{file} is not of this release: {error}") from error
+
+
+def lack(told: Sequence[RankUse], states: Sequence[str]) -> str:
+    """The reason for which an engine is not ready; "": all its ranks here use the same version.
+
+    Args:
+        states: Of each one's process, as the kernel writes them; "": it has ended.
+    """
+    if not told:
+        return "no engine of this user on this host has told of it"
+    for each, state in zip(told, states, strict=True):
+        if state in ("", "Z", "X"):
+            return f"rank {each.rank}, process {each.pid}, has ended"
+        if state in ("T", "t"):
+            return f"rank {each.rank}, process {each.pid}, is stopped"
+        if each.install.active is None:
+            return f"rank {each.rank} {_doing(each.install)}"
+    used = {each.install.active for each in told}
+    return "" if len(used) == 1 else "its ranks use different versions"
+
+
+def _doing(install: Install) -> str:
+    if install.trying is not None:
+        return f"is installing version {install.trying.version}"
+    if (rejected := install.rejected) is not None:
+        return f"has no version: {rejected.ref.version} was rejected: {rejected.reason}"
+    return "has no version yet"
+
+
+def lack_of(active: VersionRef, version: int | None, newest: VersionRef | None, most: int) -> str:
+    """The reason for which that version is not the one that is asked for; "": it is.
+
+    Args:
+        version: The number that is asked for; None: any.
+        newest: The newest that is offered; None: it is not asked for, or there is none.
+        most: How many numbers `active` may be behind that.
+    """
+    if version is not None and active.version != version:
+        return f"it uses version {active.version}, not {version}"
+    if newest is None or newest.order <= active.order:
+        return ""
+    if newest.run != active.run:
+        return f"it uses version {active.version} of run {active.run}, and {newest.run} is newer"
+    behind = newest.version - active.version
+    return f"it uses version {active.version}, {behind} behind" if behind > most else ""
+
+
+def state_of(told: RankUse) -> str:
+    """The state of a rank's process, as the kernel writes it; "": it has ended."""
+    try:
+        line = line_of(told.pid)
+    except OSError:
+        return ""
+    return line.rpartition(")")[2].split()[0] if started_at(line) == told.started else ""
+
+
+def folder() -> Path:
+    """The folder of this user's files, made if it is not there.
+
+    Raises: OSError: It is another user's, who could say what he likes; or there is none.
+    """
+    given = environment.value(environment.READY_DIR)
+    found = Path(given or f"/tmp/torch-ros-{os.geteuid()}")  # noqa: S108  # vetted below
+    found.mkdir(mode=0o700, exist_ok=True)
+    its = found.lstat()
+    if not stat.S_ISDIR(its.st_mode) or its.st_uid != os.geteuid():
+        raise OSError(f"{found} is not a folder of this user; set {environment.READY_DIR}")
+    return found
+
+
+def file_name(model: str, replica: str) -> str:
+    return blake2b(f"{model}\0{replica}".encode(), digest_size=16).hexdigest()
