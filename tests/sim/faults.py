@@ -935,15 +935,11 @@ def _(forget, self, counted=None):
     return result
 
 
-@instead(
+answers(
     "what a peer's owner took back is held where that unpublish failed",
-    "Ledger.regain",
+    "Ledger.forget_with_peers",
     scenario="failed for one",
 )
-def _(regain, self, seat):
-    held = self.held
-    regain(self, seat)
-    self.held = held
 
 
 @instead("what the owner took back is still held", "Ledger.forget")

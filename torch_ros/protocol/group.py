@@ -177,6 +177,7 @@ class Group(Seating):
             if is_unwaited and outcome.failure is not None:  # its publish has returned before
                 reason = outcome.failure.error()
                 log.warning("%s, without etcd, came to nothing: %s", call.asked, reason)
+        self.ledger.forget_with_peers()
         clean_up(self)  # what failed calls could not delete: it holds sources up
 
     def have_all_begun(self, number: int, asked: Asked) -> bool:

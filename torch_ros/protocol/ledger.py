@@ -232,17 +232,16 @@ class Ledger:
             return told, self.changes
 
     def regain(self, seat: Seat) -> None:
-        """The seat is taken again. Called under the lock.
-
-        If a peer took its tensors back without etcd, in an unpublish that failed for this rank,
-        this rank holds nothing either: else the next calls of the two would never be alike.
-        """
+        """The seat is taken again. Called under the lock."""
         self.seat, self.standing = seat, Standing()
-        held, number = self.held, seat.unpublished_by
-        if held is not None and held.call < number <= self.calls_made:
-            self.held = None
-            text = "replica %r holds version %d no more: a peer took its tensors back without etcd"
-            log.warning(text, seat.replica, held.ref.version)
+
+    def forget_with_peers(self) -> None:
+        """Hold nothing, if a peer took its tensors back in a call that this rank has passed."""
+        with self.lock:
+            held, number = self.held, self.seat.unpublished_by
+            if held is not None and held.call < number <= self.calls_made:
+                self.held = None
+                log.warning("replica %r holds nothing: a peer took it back", self.seat.replica)
 
     @property
     def holds(self) -> Kept | None:
