@@ -17,7 +17,7 @@ PROGRESS = "TORCH_ROS_PROGRESS"  # "0": no progress bars
 HUGE_PAGES = "TORCH_ROS_HUGE_PAGES"  # "0": `open(huge_pages=False)`
 METRICS_PORT = "TORCH_ROS_METRICS_PORT"  # `torch_ros.metrics.serve`, when a handle is opened
 INIT_METHOD = "TORCH_ROS_INIT_METHOD"  # the URL behind `init_method="etcd://"`
-READY_DIR = "TORCH_ROS_READY_DIR"  # where engines say what they use; by default /tmp/torch-ros-UID
+READY_DIR = "TORCH_ROS_READY_DIR"  # where engines say what they use; by default /tmp
 WEB_TOKEN = "TORCH_ROS_WEB_TOKEN"  # noqa: S105  # `torch-ros web --token`
 
 # Files and names, never secrets: an endpoint ends up in logs and process lists.

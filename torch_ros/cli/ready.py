@@ -32,12 +32,11 @@ def main() -> int:
 def run(asked: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
     told = ready.all_told(asked.model, asked.replica)
-    reason = ready.lack(told, [ready.state_of(each) for each in told])
-    active = told[0].install.active if told else None
-    if not reason and active is not None:
+    found = ready.in_use(told, [ready.state_of(each) for each in told])
+    version, reason = (None, found) if isinstance(found, str) else (found.version, "")
+    if not isinstance(found, str):
         newest = None if asked.behind is None else _newest(asked)
-        reason = ready.lack_of(active, asked.number, newest, asked.behind or 0)
-    version = active.version if active and not reason else None
+        reason = ready.lack_of(found, asked.number, newest, asked.behind or 0)
     if asked.json:
         values = {"is_ready": not reason, "version": version, "reason": reason}
         output.say_json(sys.stdout, values)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import kit
+import msgspec
 import pytest
 from features.installs.engines import engine, install
 from kit import at_once, inside, published, until
@@ -38,7 +39,7 @@ def probe(folder, asked):
 
 
 def told(rank, install, pid=1):
-    return ready.RankUse("m", "r", rank, pid, 0, install)
+    return ready.RankUse("a", rank, pid, 0, install)
 
 
 # The decision
@@ -62,8 +63,8 @@ def told(rank, install, pid=1):
 def test_an_engine_is_ready_if_all_its_ranks_here_live_and_use_one_version(
     installs, states, reason
 ):
-    found = ready.lack([told(rank, each) for rank, each in enumerate(installs)], states)
-    assert (reason in found) if reason else found == ""
+    found = ready.in_use([told(rank, each) for rank, each in enumerate(installs)], states)
+    assert (reason in found) if reason else found == OLD
 
 
 @pytest.mark.parametrize(
@@ -85,6 +86,16 @@ def test_a_probe_may_ask_for_a_version_or_how_far_behind_one_may_be(version, new
 
 def test_an_engine_that_has_a_newer_run_than_the_newest_is_not_behind():
     assert ready.lack_of(NEXT_RUN, None, NEW, 0) == ""
+
+
+def test_what_a_killed_start_has_left_counts_until_the_next_one_lives():
+    old, new = (
+        told(1, Install(1, OLD)),
+        msgspec.structs.replace(told(0, Install(1, NEW)), start="b"),
+    )
+    assert ready.in_use([new, old], ["S", ""]) == NEW
+    assert ready.in_use([old, new], ["", "S"]) == NEW
+    assert "has ended" in ready.in_use([new, old], ["", ""])
 
 
 # The files
@@ -112,11 +123,11 @@ def test_ranks_of_one_engine_have_a_file_each(opened, trainer, probe, folder):
     ranks = at_once(
         *(lambda rank=rank: engine(opened, rank=rank, world_size=2) for rank in range(2))
     )
-    assert len(list(folder.iterdir())) == 2
+    assert len(list(folder.glob("*/*"))) == 2
     at_once(*(lambda rank=rank: install(rank, 1) for rank in ranks))
     until(lambda: probe(ranks[0])[0] == 0)
     inside(ranks[1]).close(0)
-    assert len(list(folder.iterdir())) == 1
+    assert len(list(folder.glob("*/*"))) == 1
 
 
 def test_a_probe_asks_etcd_how_far_behind_an_engine_is(opened, trainer, probe):
@@ -142,7 +153,7 @@ import os, sys, time
 from torch_ros.features.installs.ready_file import ReadyFile
 from torch_ros.features.installs.records import Install
 from torch_ros.protocol.records import VersionRef
-file = ReadyFile("m", "r", 0)
+file = ReadyFile("m", "r", 0, "a")
 file.tell(Install(1, VersionRef("run", 1, "a", 1)))
 if os.fork() == 0:  # a child that outlives it is no engine, and takes no file along
     file.has_closed()
@@ -186,31 +197,51 @@ def test_a_probe_imports_neither_torch_nor_grpc(folder):
     assert done.stdout.splitlines()[1:] == [""], done
 
 
-def test_a_folder_of_somebody_else_is_neither_read_nor_written_to(folder, opened, trainer, caplog):
-    folder.mkdir()
-    os.chown(folder, 12345, 12345)
+@pytest.fixture
+def own_folder(folder):
+    made = folder / f"torch-ros-{os.geteuid()}"
+    made.mkdir(parents=True, mode=0o700)
+    return made
+
+
+def test_a_folder_of_somebody_else_is_neither_read_nor_written_to(
+    own_folder, opened, trainer, caplog
+):
+    os.chown(own_folder, 12345, 12345)
     with pytest.raises(OSError, match="not a folder of this user"):
         ready.all_told("m", "r")
-    install(engine(opened), 1)
-    assert caplog.text.count("torch-ros ready cannot learn") == 1
-    assert list(folder.iterdir()) == []
+    handle = engine(opened)
+    install(handle, 1)
+    handle.close()
+    assert "torch-ros ready has no news" in caplog.text
+    assert list(own_folder.iterdir()) == []
 
 
-def test_a_file_of_another_release_is_named(folder):
-    folder.mkdir(mode=0o700)
-    file = folder / f"{ready.file_name('m', 'r')}-0"
-    file.write_text("{}")
+def test_a_file_of_another_release_is_named(own_folder):
+    (own_folder / f"{ready.file_name('m', 'r')}-0").write_text("{}")
     with pytest.raises(UsageError, match="not of this release"):
         ready.all_told("m", "r")
 
 
-def test_a_full_disk_costs_an_engine_nothing(folder, opened, trainer, caplog, monkeypatch):
+def test_on_a_full_disk_an_engine_goes_on_and_is_not_ready(opened, trainer, caplog, probe):
     handle = engine(opened)
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("pathlib.Path.write_bytes", full)
     install(handle, 1)
-    assert handle.installs()["engine"].active.version == 1
-    assert "old news" in caplog.text
+    published(trainer, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pathlib.Path.write_bytes", full)
+        install(handle, 2)
+    assert handle.installs()["engine"].active.version == 2
+    assert probe(handle)[0] == 1
+    assert "has no news" in caplog.text
+
+
+def full(*_):
+    raise OSError(28, "No space left on device")
+
+
+def test_who_is_replaced_leaves_the_file_of_its_successor(opened, trainer, probe):
+    old = engine(opened)
+    new = engine(opened)
+    install(new, 1)
+    old.close()
+    assert probe(new)[0] == 0

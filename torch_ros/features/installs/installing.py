@@ -27,6 +27,7 @@ from torch_ros.features.installs.known import Known
 from torch_ros.features.installs.ready_file import ReadyFile
 from torch_ros.features.installs.records import NAME, Install, Rejection
 from torch_ros.printable import log_of
+from torch_ros.protocol import keys
 from torch_ros.protocol.call import CLEAN_UP_S, GroupCall
 from torch_ros.protocol.group import GroupTask
 from torch_ros.protocol.records import REASON_MAX, Asked, VersionRef
@@ -52,7 +53,8 @@ class Installs:
         self.intake = Intake(shard) if is_told else None
         self.known = Known(shard.group.ledger, is_told=is_told)
         if is_told:
-            file = ReadyFile(shard.model, shard.group.seat.replica, shard.group.seat.rank)
+            seat = shard.group.seat
+            file = ReadyFile(shard.model, seat.replica, seat.rank, keys.family(seat.nonce))
             shard.attach(file)
             self.known.tells = file.tell
         self.open: Installing | None = None  # not left yet; or never, if Ctrl-C came there

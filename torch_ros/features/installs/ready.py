@@ -1,7 +1,7 @@
 """Whether the engine of a replica uses a version: each rank says so in a file on its host.
 
 A probe reads these files: it asks no etcd, and no thread of a busy engine. A process that has ended
-is known by its number and start time, so nobody has to delete the file of one that was killed.
+is known by its number and start time; what a killed start has left counts until the next one lives.
 """
 
 import os
@@ -18,12 +18,13 @@ from torch_ros.features.installs.records import Install
 from torch_ros.p2p.voucher import line_of, started_at
 from torch_ros.protocol.records import VersionRef
 
+GONE = ("", "Z", "X")  # states of processes that have ended
+
 
 class RankUse(msgspec.Struct, frozen=True):
     """What the engine of one rank uses, as its file has it."""
 
-    model: str
-    replica: str
+    start: str  # in which all ranks were opened; a replica that is started again has another
     rank: int
     pid: int
     started: int  # in ticks since the host was
@@ -51,23 +52,28 @@ def _read(files: Iterator[Path]) -> Iterator[RankUse]:
             raise UsageError(f"{file} is not of this release: {error}") from error
 
 
-def lack(told: Sequence[RankUse], states: Sequence[str]) -> str:
-    """The reason for which an engine is not ready; "": all its ranks here use the same version.
+def in_use(told: Sequence[RankUse], states: Sequence[str]) -> VersionRef | str:
+    """The version that all ranks here use; or the reason for which there is none.
 
     Args:
         states: Of each one's process, as the kernel writes them; "": it has ended.
     """
+    here = list(zip(told, states, strict=True))
+    living = {each.start for each, state in here if state not in GONE}
+    for each, state in here:
+        if state in GONE and living - {each.start}:
+            told = [other for other in told if other is not each]  # left by an earlier start
+        elif state in GONE:
+            return f"rank {each.rank}, process {each.pid}, has ended"
+        elif state in ("T", "t"):
+            return f"rank {each.rank}, process {each.pid}, is stopped"
+        elif each.install.active is None:
+            return f"rank {each.rank} {_doing(each.install)}"
     if not told:
         return "no engine of this user on this host has told of it"
-    for each, state in zip(told, states, strict=True):
-        if state in ("", "Z", "X"):
-            return f"rank {each.rank}, process {each.pid}, has ended"
-        if state in ("T", "t"):
-            return f"rank {each.rank}, process {each.pid}, is stopped"
-        if each.install.active is None:
-            return f"rank {each.rank} {_doing(each.install)}"
     used = {each.install.active for each in told}
-    return "" if len(used) == 1 else "its ranks use different versions"
+    [first, *others] = used
+    return "its ranks use different versions" if others or first is None else first
 
 
 def _doing(install: Install) -> str:
@@ -110,9 +116,9 @@ def folder() -> Path:
 
     Raises: OSError: It is another user's, who could say what he likes; or there is none.
     """
-    given = environment.value(environment.READY_DIR)
-    found = Path(given or f"/tmp/torch-ros-{os.geteuid()}")  # noqa: S108  # vetted below
-    found.mkdir(mode=0o700, exist_ok=True)
+    given = environment.value(environment.READY_DIR) or "/tmp"  # noqa: S108  # vetted below
+    found = Path(given) / f"torch-ros-{os.geteuid()}"
+    found.mkdir(mode=0o700, parents=True, exist_ok=True)
     its = found.lstat()
     if not stat.S_ISDIR(its.st_mode) or its.st_uid != os.geteuid():
         raise OSError(f"{found} is not a folder of this user; set {environment.READY_DIR}")

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from pathlib import Path
+from contextlib import suppress
 
 import msgspec
 
@@ -16,29 +16,41 @@ log: logging.Logger = log_of(__name__)
 
 
 class ReadyFile(Feature):
-    """The file of this process's rank, from the opening of its handle to its closing."""
+    """The file of this process's rank, from the opening of its handle to its closing.
 
-    def __init__(self, model: str, replica: str, rank: int) -> None:
-        pid = os.getpid()
-        self._told = RankUse(model, replica, rank, pid, started_at(line_of(pid)), Install())
-        self._file: Path | None = None
-        try:
-            self._file = folder() / f"{file_name(model, replica)}-{rank}"
-        except OSError as error:
-            log.warning("torch-ros ready cannot learn of replica %r: %s", replica, error)
+    Args:
+        start: What all ranks of one start have in common, and no other start has.
+    """
+
+    def __init__(self, model: str, replica: str, rank: int, start: str) -> None:
+        self._name, self._replica, self._start = (
+            f"{file_name(model, replica)}-{rank}",
+            replica,
+            start,
+        )
+        self._pid, self._rank, self._written = os.getpid(), rank, b""
         self.tell(Install())
 
     def tell(self, install: Install) -> None:
         """Write down what has changed; readers find the old file, or the new one."""
-        if self._file is None:
-            return
-        told, new = msgspec.structs.replace(self._told, install=install), Path(f"{self._file}.new")
         try:
-            new.write_bytes(msgspec.json.encode(told))
-            new.replace(self._file)
+            file, started = folder() / self._name, started_at(line_of(self._pid))
+            use = RankUse(self._start, self._rank, self._pid, started, install)
+            self._written, new = msgspec.json.encode(use), file.with_suffix(f".{self._pid}.new")
+            try:
+                new.write_bytes(self._written)
+                new.replace(file)
+            except OSError:  # the disk is full: better no file than an old one
+                for each in (new, file):
+                    each.unlink(missing_ok=True)
+                raise
         except OSError as error:
-            log.warning("torch-ros ready has old news of replica %r: %s", told.replica, error)
+            log.warning("torch-ros ready has no news of replica %r: %s", self._replica, error)
 
     def has_closed(self) -> None:
-        if self._file is not None and os.getpid() == self._told.pid:
-            self._file.unlink(missing_ok=True)
+        """Take the file along, unless another start has written its own there."""
+        if os.getpid() == self._pid:
+            with suppress(OSError):
+                file = folder() / self._name
+                if file.read_bytes() == self._written:
+                    file.unlink()
