@@ -17,6 +17,7 @@ from torch_ros.cli import main
 from torch_ros.errors import UsageError
 from torch_ros.features.installs import ready
 from torch_ros.features.installs.records import Install, Rejection
+from torch_ros.p2p.voucher import line_of, started_at
 from torch_ros.protocol.records import VersionRef
 
 endpoint = pytest.fixture(kit.store)
@@ -96,6 +97,13 @@ def test_what_a_killed_start_has_left_counts_until_the_next_one_lives():
     assert ready.in_use([new, old], ["S", ""]) == NEW
     assert ready.in_use([old, new], ["", "S"]) == NEW
     assert "has ended" in ready.in_use([new, old], ["", ""])
+
+
+def test_a_process_that_has_the_number_of_one_that_ended_is_another():
+    pid = os.getpid()
+    mine = ready.RankUse("a", 0, pid, started_at(line_of(pid)), Install())
+    assert ready.state_of(mine) == "R"
+    assert ready.state_of(msgspec.structs.replace(mine, started=mine.started - 1)) == ""
 
 
 # The files
