@@ -22,7 +22,7 @@ GONE = ("", "Z", "X")  # states of processes that have ended
 
 
 class RankUse(msgspec.Struct, frozen=True):
-    """What the engine of one rank uses, as its file has it."""
+    """The file of one rank: it says what that rank's engine uses."""
 
     start: str  # in which all ranks were opened; a replica that is started again has another
     rank: int
@@ -32,7 +32,7 @@ class RankUse(msgspec.Struct, frozen=True):
 
 
 def all_told(model: str, replica: str) -> list[RankUse]:
-    """What the ranks of a replica on this host have told, by rank.
+    """Read the files of a replica's ranks on this host, by rank.
 
     Raises:
         OSError: The folder is another user's, or cannot be read.
@@ -58,20 +58,20 @@ def in_use(told: Sequence[RankUse], states: Sequence[str]) -> VersionRef | str:
     Args:
         states: Of each one's process, as the kernel writes them; "": it has ended.
     """
-    here = list(zip(told, states, strict=True))
-    living = {each.start for each, state in here if state not in GONE}
+    there = list(zip(told, states, strict=True))
+    living = {each.start for each, state in there if state not in GONE}
+    # Without what an earlier start has left.
+    here = [(each, state) for each, state in there if state not in GONE or living <= {each.start}]
     for each, state in here:
-        if state in GONE and living - {each.start}:
-            told = [other for other in told if other is not each]  # left by an earlier start
-        elif state in GONE:
+        if state in GONE:
             return f"rank {each.rank}, process {each.pid}, has ended"
-        elif state in ("T", "t"):
+        if state in ("T", "t"):
             return f"rank {each.rank}, process {each.pid}, is stopped"
-        elif each.install.active is None:
+        if each.install.active is None:
             return f"rank {each.rank} {_doing(each.install)}"
-    if not told:
+    if not here:
         return "no engine of this user on this host has told of it"
-    used = {each.install.active for each in told}
+    used = {each.install.active for each, _ in here}
     [first, *others] = used
     return "its ranks use different versions" if others or first is None else first
 
