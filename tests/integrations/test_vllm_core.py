@@ -383,7 +383,7 @@ def test_a_call_that_may_have_written_and_fails_leaves_no_version(call, failure)
 
 @pytest.mark.parametrize("call", core.OVERWRITING)
 def test_weights_are_withdrawn_before_vllm_overwrites_them(call):
-    """Else peers read them then, and an update to the same version finds nothing to do."""
+    """Otherwise peers read them, and an update to the same version finds nothing to do."""
     engine = engine_core()
     update(engine, 7)
     engine.collective_rpc(call)

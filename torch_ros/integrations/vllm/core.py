@@ -34,8 +34,8 @@ MISSING = (
 def watch() -> None:
     """Wrap the methods of vLLM's engine core by which each update and each request comes.
 
-    That is offline and over HTTP, on each engine of a data parallel group. May be called again; has
-    no effect in a process that has not loaded the core.
+    Calls come offline and over HTTP, on each engine of a data parallel group. `watch` may be called
+    again, and has no effect in a process that has not loaded the core.
     """
     if (core := sys.modules.get(CORE)) is not None:
         watch_class(getattr(core, "EngineCore", None))
