@@ -1552,6 +1552,21 @@ def closed_coming_back(scene: Scene) -> None:
     scene.play(2, t=train)
 
 
+def _update_together(me: Process, both_have: Sequence[str], until_s: float) -> None:
+    """Update to version 1, again until both ranks have it, of which one may learn first."""
+    scene = me.world
+    while not {*both_have} <= scene.reached:
+        demand(scene.now_s < until_s, "I6: the ranks hold different things for ever")
+        try:
+            me.handle.update(timeout_s=5)
+        except errors.TorchRosError:
+            scene.sleep(0.5)
+        else:
+            scene.checks.returned(me, 1)
+            scene.reach(f"{me} has it")
+            scene.sleep(0.5)
+
+
 def took_back(scene: Scene) -> None:
     """What one rank's owner took back without the store, its peers learn when they are back."""
 
@@ -1565,16 +1580,7 @@ def took_back(scene: Scene) -> None:
         except errors.TorchRosError:
             demand(me.rank == 1, "I2: the seat is lost, and the tensors are not given back")
         scene.when(lambda: scene.now_s > over_s, "back")
-        while not {"r.1/0 has it", "r.1/1 has it"} <= scene.reached:
-            demand(scene.now_s < over_s + 60, "I6: the ranks hold different things for ever")
-            try:
-                me.handle.update(timeout_s=5)
-            except errors.TorchRosError:
-                scene.sleep(0.5)
-            else:
-                scene.checks.returned(me, 1)
-                scene.reach(f"{me} has it")
-                scene.sleep(0.5)
+        _update_together(me, both_have, over_s + 60)
 
     both_have = "r.1/0 has it", "r.1/1 has it"
     scene.play(2, t=lambda me: (publish(me, 1), scene.until(*both_have)), r=read)
@@ -1605,15 +1611,7 @@ def failed_for_one(scene: Scene) -> None:
         else:
             demand(me.rank == 0, "I2: they are given back, and somebody reads them")
         scene.when(lambda: scene.now_s > over_s, "back")
-        while not {*both_have} <= scene.reached:
-            demand(scene.now_s < over_s + 60, "I6: the ranks hold different things for ever")
-            try:
-                me.handle.update(timeout_s=5)
-            except errors.TorchRosError:
-                scene.sleep(0.5)
-            else:
-                scene.checks.returned(me, 1)
-                scene.reach(f"{me} has it", until=both_have)
+        _update_together(me, both_have, over_s + 60)
 
     def keep(me: Process) -> None:
         scene.until("t.0/0", "t.0/1")
