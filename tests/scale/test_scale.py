@@ -319,14 +319,14 @@ def test_a_replica_asks_the_store_what_a_real_one_asks():
 
 @pytest.mark.long
 def test_whom_replicas_read_from_is_the_librarys_choice():
-    as_it_is = scenarios.burst(0, n=6)
+    as_it_is = scenarios.burst(0, n=12)
     assert (as_it_is["heads_sent_x"], as_it_is["readers_max"]) == (1.0, 1)
     with patch.object(sources, "_first_choice", lambda *a, **_: next(iter(a[4]))):
-        assert scenarios.burst(0, n=6)["readers_max"] > 1
+        assert scenarios.burst(0, n=12)["readers_max"] > 1
     with patch.object(sources, "_is_source", lambda *a: a[3].state == "full"):
-        from_the_trainer = scenarios.burst(0, n=6)
-    assert from_the_trainer["heads_sent_x"] == pytest.approx(6, rel=0.05)
-    assert from_the_trainer["last_x"] == pytest.approx(6, rel=0.1)
+        from_the_trainer = scenarios.burst(0, n=12)
+    assert from_the_trainer["heads_sent_x"] == pytest.approx(12, rel=0.05)
+    assert from_the_trainer["last_x"] == pytest.approx(12, rel=0.1)
 
 
 @pytest.mark.long

@@ -53,7 +53,7 @@ def test_a_source_that_exits_while_it_is_read_exits_well():
     target = np.zeros(64 << 20, np.uint8)
     with closing(TcpTransport()) as reader:
         reader.register([region(target)])
-        for _ in range(2):
+        for _ in range(5):
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             source = subprocess.Popen([sys.executable, "-c", SOURCE], text=True, **pipes)
             connection, descriptor, address = source.stdout.readline().split()
