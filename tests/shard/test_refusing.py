@@ -46,17 +46,27 @@ class Full(Refusing):
     sign = "NOSPACE"
 
     def strike(self):
-        with closing(EtcdKV([self.server.host])) as kv, contextlib.suppress(StoreAlarm):
-            while True:
-                kv.commit(Txn(ops=(Put("junk", bytes(1_000_000)),)), timeout_s=10)
+        """Fill it to its last page: until then, it refuses what it has no room for, and reads on."""
+        with closing(EtcdKV([self.server.host])) as kv:
+            for size in (1_000_000, 50_000, 1):
+                self.end_alarm()
+                with contextlib.suppress(StoreAlarm):
+                    while True:
+                        kv.commit(Txn(ops=(Put("junk", bytes(size)),)), timeout_s=10)
 
     def mend(self):
         """As docs/OPERATIONS.md says: compact, defragment, and end the alarm."""
         now = self.upkeep.Status(rpc.StatusRequest()).header.revision
-        for words in (("compact", f"{now}"), ("defrag",), ("alarm", "disarm")):
-            etcdctl = puppets.etcd_programs() / "etcdctl"
-            asked = [etcdctl, "--endpoints", self.server.host, *words]
-            subprocess.run(asked, check=True, capture_output=True)
+        self.etcdctl("compact", f"{now}")
+        self.etcdctl("defrag")
+        self.end_alarm()
+
+    def end_alarm(self):
+        self.etcdctl("alarm", "disarm")
+
+    def etcdctl(self, *words):
+        asked = [puppets.etcd_programs() / "etcdctl", "--endpoints", self.server.host, *words]
+        subprocess.run(asked, check=True, capture_output=True)
 
 
 class Corrupt(Refusing):
