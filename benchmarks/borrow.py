@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tensors as contents
 from harness import Actors, Child, Setup, say, started
-from peers import status_bytes
+from ours import status_bytes
 from report import Report, Row
 
 import torch_ros

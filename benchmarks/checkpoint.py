@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import Actors, Child, Setup, ask_all, say, seconds, started
 from idle_storage import IdleReader, IdleWriter, metadata_of
-from peers import opened
+from ours import opened
 from report import Report, Row
 
 import torch_ros

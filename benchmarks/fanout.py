@@ -9,7 +9,7 @@ from functools import partial
 
 import tensors as contents
 from harness import Actors, Child, Sample, Setup, ask_all, rounds, started
-from peers import Process, Rollout, Trainer
+from ours import Process, Rollout, Trainer
 from report import Report, Row, Unit
 
 PART = "One source, many readers"

@@ -7,7 +7,7 @@ from pathlib import Path
 import tensors as contents
 import torch
 from harness import Actors, Setup, ask_all, say, started
-from peers import settle, status_bytes
+from ours import settle, status_bytes
 from report import Report, Row
 
 import torch_ros

@@ -19,7 +19,7 @@ import tensors as contents
 import torch
 from harness import Actors, Child, Sample, Setup, etcd_at, rounds, say, seconds, started
 from others import Copy
-from peers import Rollout, Trainer
+from ours import Rollout, Trainer
 
 from torch_ros.weights.digest import digest
 

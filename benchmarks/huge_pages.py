@@ -10,7 +10,7 @@ import tensors as contents
 import torch
 from fanout import CPU, LAST, burst
 from harness import Actors, Setup, ask_all, rounds, say, seconds, started
-from peers import ALONE, Process, Rollout, Trainer, opened, settle, status_bytes
+from ours import ALONE, Process, Rollout, Trainer, opened, settle, status_bytes
 from report import Report, Row, Unit, ratio
 
 PART = "Huge pages"

@@ -12,7 +12,7 @@ from pathlib import Path
 import tensors as contents
 from harness import Actors, Child, Sample, Setup, ask_all, rounds, say, started
 from others import Broadcast, Copy, Files, RawReader, RawSource
-from peers import ALONE, Rollout, Trainer
+from ours import ALONE, Rollout, Trainer
 from report import Report, Row, ratio, speeds
 
 PART = "One to one, same layout"

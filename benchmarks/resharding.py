@@ -5,7 +5,7 @@ from functools import partial
 
 import tensors as contents
 from harness import Actors, Child, Sample, Setup, ask_all, rounds, started
-from peers import ALONE, Rollout, Trainer
+from ours import ALONE, Rollout, Trainer
 from report import Report, Row, ratio, speeds
 
 PART = "Resharding"

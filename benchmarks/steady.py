@@ -4,7 +4,7 @@ from functools import partial
 
 import tensors as contents
 from harness import Actors, Setup, say, started
-from peers import Rollout, Trainer
+from ours import Rollout, Trainer
 from report import Report, Row
 
 PART = "Steady state"

@@ -7,7 +7,7 @@ from statistics import median
 import tensors as contents
 import torch
 from harness import Actors, Child, Sample, Setup, rounds, say, seconds, started
-from peers import ALONE, Rollout, Trainer, status_bytes
+from ours import ALONE, Rollout, Trainer, status_bytes
 from report import Report, Row, ratio, speeds
 
 import torch_ros

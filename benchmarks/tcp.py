@@ -10,7 +10,7 @@ from typing import Any
 import tensors as contents
 from harness import Actors, Child, Sample, Setup, rounds, started
 from others import RawReader, RawSource, Socket, TlsSocket
-from peers import Rollout, Trainer
+from ours import Rollout, Trainer
 from report import Report, Row, ratio, speeds
 
 from torch_ros.channels import addresses

@@ -1,4 +1,4 @@
-"""Those who move weights with torch_ros: actors for the processes of the benchmark."""
+"""Those who move weights with torch_ros: actors for the processes of the benchmarks."""
 
 import re
 import time
