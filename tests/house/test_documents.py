@@ -256,12 +256,15 @@ def test_the_figures_are_what_their_run_has_written():
 
 
 PROTOCOL_PAGES = sorted((ROOT / "docs" / "protocol").glob("*.md"))
+ENGINE_PAGES = sorted((ROOT / "docs" / "integrations").glob("*.md"))
 WORDS_MAX = {
     ROOT / "CHANGELOG.md": 1000,  # merges keep both sides: a rewritten section can come back
     ROOT / "docs" / "CONCEPTS.md": 1000,
     ROOT / "docs" / "OPERATIONS.md": 6200,
     ROOT / "docs" / "PROTOCOL.md": 7400,
     **dict.fromkeys(PROTOCOL_PAGES, 1000),
+    **dict.fromkeys(ENGINE_PAGES, 700),
+    ROOT / "docs" / "integrations" / "vllm.md": 2000,
     ROOT / "docs" / "protocol" / "nixl.md": 1200,  # ways, shortcuts and vouchers
 }
 
@@ -276,9 +279,10 @@ def test_a_document_is_no_longer_than_its_reader_has_time_for(document):
 
 
 def test_all_documents_together_are_no_longer_than_a_short_book():
-    assert sum(map(word_count, DOCUMENTS)) <= 52_500
+    """But for engines' pages, of which a reader needs one."""
+    assert sum(word_count(document) for document in {*DOCUMENTS}.difference(ENGINE_PAGES)) <= 51_000
 
 
-@pytest.mark.parametrize("page", PROTOCOL_PAGES, ids=lambda path: path.name)
-def test_the_site_has_each_page_of_the_protocol(page):
-    assert f"- docs/protocol/{page.name}\n" in (ROOT / "mkdocs.yml").read_text()
+@pytest.mark.parametrize("page", PROTOCOL_PAGES + ENGINE_PAGES, ids=lambda path: path.name)
+def test_the_site_has_each_page_of_the_protocol_and_of_the_engines(page):
+    assert f"- {page.relative_to(ROOT)}\n" in (ROOT / "mkdocs.yml").read_text()

@@ -1,12 +1,12 @@
-"""Code of docs/INTEGRATIONS.md that names what is not installed here, for tests that stand in."""
+"""Code of docs/integrations that names what is not installed here, for tests that stand in."""
 
 import re
 from pathlib import Path
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "INTEGRATIONS.md"
+PAGES = Path(__file__).parents[2] / "docs" / "integrations"
 
 
-def printed(heading, language):
-    """The first block of that language below a heading."""
-    section = DOCUMENT.read_text().partition(f"\n## {heading}\n")[2]
-    return re.search(rf"^```{language}\b[^\n]*\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)[1]
+def printed(page, language):
+    """The first block of that language on a page."""
+    text = (PAGES / f"{page}.md").read_text()
+    return re.search(rf"^```{language}\b[^\n]*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1]

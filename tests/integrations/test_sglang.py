@@ -302,7 +302,7 @@ def test_the_lines_in_the_documents_update_an_engine(trainer, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "sglang", types.SimpleNamespace(Engine=Engine))
     weights = publish(trainer, 1)
-    code = printed("SGLang", "python").replace("etcd://etcd-host:2379", trainer.options["endpoint"])
+    code = printed("sglang", "python").replace("etcd://etcd-host:2379", trainer.options["endpoint"])
     names = {"versions": [1, 1], "prompts": []}
     exec(code, names)
     assert names["outputs"] == [True]
