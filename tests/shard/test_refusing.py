@@ -46,7 +46,7 @@ class Full(Refusing):
     sign = "NOSPACE"
 
     def strike(self):
-        """Fill it to its last page: until then, it refuses what it has no room for, and reads on."""
+        """Fill it to its last page: until then, it still answers reads."""
         with closing(EtcdKV([self.server.host])) as kv:
             for size in (1_000_000, 50_000, 1):
                 self.end_alarm()
