@@ -510,6 +510,37 @@ def follower(model, folder, name, megabytes=1, serve_until=None, expect=None):
     handle.close()
 
 
+def adapter_of_shards(model):
+    """Each rank has its rows of the matrices, and nothing is gathered."""
+    from torch_ros.integrations.adapters import adapter_tensors, publish_adapter, read_adapter
+
+    layer = nn.Linear(64, UNEVEN, bias=False)
+    layer.lora_A = nn.ModuleDict({"default": nn.Linear(64, 3, bias=False)})
+    layer.lora_B = nn.ModuleDict({"default": nn.Linear(3, UNEVEN, bias=False)})
+    module = nn.ModuleDict({"up": layer})
+    for parameter in module.parameters():
+        dist.broadcast(parameter.data, 0)
+    module.peft_config = {"default": PeftConfig(peft_type="LORA", r=3, target_modules={"up", "a"})}
+    expected = {name: one.clone() for name, one in adapter_tensors(module).items()}
+    fully_shard(layer)
+    assert all(isinstance(one, DTensor) for one in adapter_tensors(module).values())
+    trainer = open_handle(model, "trainer")
+    publish_adapter(trainer, 1, module)
+    reader = torch_ros.open(model, rank=0, world_size=1)
+    found = read_adapter(reader, reader.contents(1)).tensors
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], one) for name, one in expected.items())
+    dist.barrier()
+    close_all(trainer, reader)
+
+
+class PeftConfig(dict):
+    """A configuration, and the one method of PEFT's that is asked."""
+
+    def to_dict(self):
+        return dict(self)
+
+
 def idle(model, seconds=6):
     """Two handles, one serving: what that takes of a core."""
     trainer, rollout = open_handle(model, "trainer"), open_handle(model, "rollout")
