@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch_ros.features.streams.stream import Stream  # feature streams
     from torch_ros.features.transforms.casting import Cast, Float8  # feature transforms
     from torch_ros.fleet.fleet import Fleet, Held, Published, Replica
+    from torch_ros.fleet.ready_page import ready_page  # feature installs
     from torch_ros.shard.finding import Contents
     from torch_ros.shard.report import DrainReport, PublishReport, ReadReport, Report
     from torch_ros.weights.chunked import Chunked
@@ -63,6 +64,7 @@ __all__ = [
     "UpdatePolicy",  # feature following
     "errors",
     "open",
+    "ready_page",  # feature installs
 ]
 
 _HOMES = {  # imported at their first use
@@ -90,6 +92,7 @@ _HOMES = {  # imported at their first use
     "Transform": "torch_ros.copies.transforms",
     "UpdatePolicy": "torch_ros.features.following.chosen",  # feature following
     "open": "torch_ros.face.opening",
+    "ready_page": "torch_ros.fleet.ready_page",  # feature installs
 }
 
 

@@ -1,12 +1,20 @@
 """A server of vLLM says 503 for completions, and for these alone, while there is no version."""
 
 import asyncio
+import http.client
 import json
 import math
+import threading
+from contextlib import contextmanager
 from types import SimpleNamespace
+from urllib.parse import quote
 
+import kit
 import pytest
+import uvicorn
 
+import torch_ros
+from torch_ros import environment
 from torch_ros.integrations.vllm import gate
 from torch_ros.integrations.vllm.core import FIRST, NO_VERSION
 
@@ -256,5 +264,65 @@ def test_a_server_without_an_engine_is_not_gated():
         server = Server(NO_VERSION)
         server.engine = None
         assert await server.status_of("/a/new/path") == 200
+
+    run(story)
+
+
+# Probes
+
+
+@contextmanager
+def served(app, **options):
+    """An app behind uvicorn, as vLLM's is, and a way to ask it."""
+    running = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", **options))
+    thread = threading.Thread(target=running.run, daemon=True)
+    thread.start()
+    kit.until(lambda: running.started)
+    port = running.servers[0].sockets[0].getsockname()[1]
+
+    def ask(target, method="GET"):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        connection.request(method, target)
+        answer = connection.getresponse()
+        found = answer.status, dict(answer.headers), answer.read()
+        connection.close()
+        return found
+
+    yield ask
+    running.should_exit = True
+    thread.join(30)
+
+
+@pytest.fixture
+def engine(tmp_path, monkeypatch):
+    monkeypatch.setenv(environment.READY_DIR, str(tmp_path / "ready"))
+    where = kit.memory()
+    handle = torch_ros.open("Qwen/Qwen3", endpoint=where, replica="vllm 0", installs=True)
+    yield handle
+    handle.close()
+
+
+@pytest.mark.parametrize("root", ["", "/below"])
+def test_a_probe_is_answered_whatever_the_engine_does(engine, root):
+    server = Server(NO_VERSION)
+    target = f"/ready/{quote(engine.model, safe='')}/{quote(engine.replica)}"
+    with served(server.gate, root_path=root, lifespan="off") as ask:
+        status, headers, body = ask(target)
+        assert (status, headers["content-type"]) == (503, "application/json")
+        assert json.loads(body)["reason"] == "rank 0 has no version yet"
+        status, headers, nothing = ask(target, "HEAD")
+        assert (status, headers["content-length"], nothing) == (503, str(len(body)), b"")
+        assert ask(f"/ready/{engine.model}/r")[0] == 400  # a slash in a name
+        assert ask(f"{target}?version=x")[0] == 400
+    assert server.engine.asked == 0
+    assert server.passed == []
+
+
+def test_a_server_that_says_no_escapes_is_asked_all_the_same(engine):
+    async def story():
+        server = Server("1")
+        _, body = await server.ask("/ready/m/r", "GET")
+        assert "has told of it" in json.loads(body["body"])["reason"]
+        assert await server.status_of("/ready/m/r", "POST") == 200  # none of ours
 
     run(story)

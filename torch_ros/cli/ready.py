@@ -3,15 +3,13 @@
 # feature installs {
 import argparse
 import sys
-from contextlib import closing
 
 from torch_ros.cli import output, parsing
-from torch_ros.errors import BackendError, UsageError
+from torch_ros.errors import UsageError
 from torch_ros.features.installs import ready
 from torch_ros.protocol.records import VersionRef
 
 FINE, NOT_FINE, USAGE = 0, 1, 2
-ANSWER_S = 0.5  # of etcd, which is asked with --behind alone
 
 
 def main() -> int:
@@ -31,30 +29,25 @@ def main() -> int:
 
 def run(asked: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
-    told = ready.all_told(asked.model, asked.replica)
-    found = ready.in_use(told, [ready.state_of(each) for each in told])
-    version, reason = (None, found) if isinstance(found, str) else (found.version, "")
-    if not isinstance(found, str):
-        newest = None if asked.behind is None else _newest(asked)
-        reason = ready.lack_of(found, asked.number, newest, asked.behind or 0)
+    probe = ready.Probe(asked.model, asked.replica, asked.number, asked.behind)
+
+    def newest() -> VersionRef | None:
+        from torch_ros.fleet.ready_page import newest_at  # noqa: PLC0415  # it takes time
+
+        return newest_at(asked.endpoint, asked.model)
+
+    found = ready.decide(probe, ready.all_told(asked.model, asked.replica), newest)
+    if found.doubt:
+        output.complain(found.doubt)
     if asked.json:
+        version, reason = found.version, found.reason
         values = {"is_ready": not reason, "version": version, "reason": reason}
         output.say_json(sys.stdout, values)
+    elif found.reason:
+        output.say(sys.stdout, f"not ready: {found.reason}")
     else:
-        output.say(sys.stdout, f"not ready: {reason}" if reason else f"ready: version {version}")
-    return NOT_FINE if reason else FINE
-
-
-def _newest(asked: argparse.Namespace) -> VersionRef | None:
-    """The newest version that is offered; None: etcd does not say, which makes nobody unready."""
-    from torch_ros.cli import asking  # noqa: PLC0415  # it takes grpc, for a quarter of a second
-
-    try:
-        with closing(asking.connected(asked.endpoint, ANSWER_S)) as kv:
-            return asking.fleet(kv, asked.model, ANSWER_S).latest
-    except BackendError as error:
-        output.complain(f"nobody knows how far behind it is: {error}")
-        return None
+        output.say(sys.stdout, f"ready: version {found.version}")
+    return NOT_FINE if found.reason else FINE
 
 
 # } installs

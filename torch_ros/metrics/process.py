@@ -7,7 +7,8 @@ import os
 from torch_ros import environment
 from torch_ros.errors import UsageError
 from torch_ros.metrics.handles import HandleCollector
-from torch_ros.metrics.server import start
+from torch_ros.metrics.ready import ready_here  # feature installs
+from torch_ros.metrics.server import Ready, nobody_is_ready, start
 from torch_ros.printable import log_of
 
 log: logging.Logger = log_of(__name__)
@@ -19,6 +20,7 @@ PORT_MAX = 65_535
 def serve(port: int = 0, *, host: str = LOOPBACK) -> int:
     """Serve the figures of this process's handles, at /metrics, until it ends.
 
+    `/ready/MODEL/REPLICA` answers probes, as `torch_ros.ready_page`, of these handles' replicas.
     For processes that serve no figures of their own; others register a `HandleCollector`. Daemon
     threads answer. A child of `fork` does not serve.
 
@@ -33,7 +35,9 @@ def serve(port: int = 0, *, host: str = LOOPBACK) -> int:
     Raises:
         UsageError: The port is taken, or no such host is this one.
     """
-    server, _ = start(HandleCollector(), host, port)
+    ready: Ready = nobody_is_ready
+    ready = ready_here  # feature installs
+    server, _ = start(HandleCollector(), host, port, ready)
     log.info("figures at http://%s:%d/metrics", host, server.server_port)
     return server.server_port
 

@@ -49,6 +49,17 @@ def refuses(server):
     assert server.ask("weight_info", method="GET") == {"weight_version": NO_VERSION}
 
 
+def probed(server, name):
+    """The version by which a probe finds its engine ready; what it has to say if it does not."""
+    if not server.has_gate:  # vLLM has no such path
+        return None
+    try:
+        return server.ask(f"ready/{name}/{name}", method="GET")["version"]
+    except urllib.error.HTTPError as error:
+        assert error.code == 503
+        return json.loads(error.read())["reason"]
+
+
 def test_a_server_answers_while_it_has_a_version_and_only_then(server, tiny, train, etcd_endpoint):
     if server.has_gate:
         assert refused(server, "inference/v1/generate", body())[0] == 503  # nobody has attached
@@ -60,8 +71,10 @@ def test_a_server_answers_while_it_has_a_version_and_only_then(server, tiny, tra
     info |= {"on_failure": "refuse", "direct": "never"}
     server.ask("init_weight_transfer_engine", {"init_info": info})
     refuses(server)  # of dummy weights
+    assert probed(server, name) in (None, "rank 0 has no version yet")
     trainer.publish(1, is_quick=True)
     server.update(1)
+    assert probed(server, name) in (None, 1)
     answer = server.ask("inference/v1/generate", body())
 
     kept, got = threading.Event(), []
@@ -86,6 +99,8 @@ def test_a_server_answers_while_it_has_a_version_and_only_then(server, tiny, tra
     assert refused(server, "update_weights", {"update_info": {"version": 2}})[0] == 500
     refused(server, "finish_weight_update", {"weight_version": "2"})
     refuses(server)
+    reason = "rank 0 has no version: 2 was rejected: ManifestMismatch"
+    assert probed(server, name) in (None, reason)
     code, _, text = refused(server, "resume")
     assert code == 500
     assert "found none: update_weights has failed in the middle" in text
@@ -100,6 +115,7 @@ def test_a_server_answers_while_it_has_a_version_and_only_then(server, tiny, tra
     server.ask("update_weights", {"update_info": {"version": 3}})
     server.ask("finish_weight_update", {"weight_version": "3"})
     server.ask("resume")
+    assert probed(server, name) in (None, 3)
     server.agrees(published["answers"])
     runner.join(300)
     assert len(got) > count

@@ -6,14 +6,15 @@ is known by its number and start time; what a killed start has left counts until
 
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from torch_ros import environment
-from torch_ros.errors import UsageError
+from torch_ros.errors import BackendError, ClosedError, UsageError
 from torch_ros.features.installs.records import Install
 from torch_ros.p2p.voucher import line_of, started_at
 from torch_ros.protocol.records import VersionRef
@@ -29,6 +30,46 @@ class RankUse(msgspec.Struct, frozen=True):
     pid: int
     started: int  # in ticks since the host was
     install: Install
+
+
+class Probe(NamedTuple):
+    """The question of a probe: whether a replica's engine uses a version, this one or a new one."""
+
+    model: str
+    replica: str
+    version: int | None = None
+    behind: int | None = None  # numbers that it may be behind the newest; None: any
+
+
+class ReadyAnswer(NamedTuple):
+    """The answer to a probe."""
+
+    version: int | None
+    reason: str = ""  # "": it is ready
+    doubt: str = ""  # of one that is ready: what etcd did not say
+
+
+def decide(
+    probe: Probe, told: Sequence[RankUse], newest: Callable[[], VersionRef | None]
+) -> ReadyAnswer:
+    """Decide whether a replica is ready. An etcd that is away makes nobody unready.
+
+    Args:
+        told: By the ranks of this replica on this host.
+        newest: Asks etcd for the newest version that is offered; called with `behind` alone.
+    """
+    found = in_use(told, [state_of(each) for each in told])
+    if isinstance(found, str):
+        return ReadyAnswer(None, found)
+    latest, doubt = None, ""
+    if probe.behind is not None:
+        try:
+            latest = newest()
+        except (BackendError, ClosedError) as error:
+            doubt = f"nobody knows how far behind it is: {error}"
+    return ReadyAnswer(
+        found.version, lack_of(found, probe.version, latest, probe.behind or 0), doubt
+    )
 
 
 def all_told(model: str, replica: str) -> list[RankUse]:
@@ -74,6 +115,16 @@ def in_use(told: Sequence[RankUse], states: Sequence[str]) -> VersionRef | str:
     used = {each.install.active for each, _ in here}
     [first, *others] = used
     return "its ranks use different versions" if others or first is None else first
+
+
+def shown(told: RankUse) -> RankUse:
+    """Without the words of an error, which may name tensors: for pages, its class is enough."""
+    if (rejected := told.install.rejected) is None:
+        return told
+    cut = msgspec.structs.replace(rejected, reason=rejected.reason.partition(":")[0])
+    return msgspec.structs.replace(
+        told, install=msgspec.structs.replace(told.install, rejected=cut)
+    )
 
 
 def _doing(install: Install) -> str:

@@ -2,16 +2,19 @@
 
 Start the server with ``--middleware torch_ros.integrations.vllm.gate.Gate``. The engine core
 refuses requests by itself once it follows a model; the gate says why, and to ask again, and also
-closes for an engine of dummy weights that follows no model yet. Imports nothing of vLLM.
+closes for an engine of dummy weights that follows no model yet. GET `/ready/MODEL/REPLICA` says
+what `torch-ros ready` says. Imports nothing of vLLM.
 """
 
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import suppress
 from typing import Any
+from urllib.parse import quote
 
+import torch_ros
 from torch_ros.integrations.vllm.core import FIRST, NO_VERSION, log
 
 Message = MutableMapping[str, Any]  # of ASGI; and so below
@@ -75,7 +78,8 @@ class Gate:
 
     It asks the engine at the first request, and again after `FRESH_S`, each call that may change
     the weights and each answer of 500 or more. While it is closed it asks at every request, once
-    for all that wait. GETs, such as `/health`, and calls that drive the engine pass.
+    for all that wait. GETs, such as `/health`, and calls that drive the engine pass. Probes are
+    answered here, before vLLM looks at an API key.
     """
 
     def __init__(self, app: App) -> None:
@@ -86,6 +90,10 @@ class Gate:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         path = _path(scope)
+        if path.startswith("/ready/") and scope.get("method") in {"GET", "HEAD"}:
+            status, said = await asyncio.to_thread(torch_ros.ready_page, _target(scope))
+            await _say(send, status, said, {"cache-control": "no-store"})
+            return
         if _is_gated(scope, path) and (engine := _engine(scope)) is not None:
             await self._look(engine)
             if self._reason is not None:
@@ -148,6 +156,13 @@ def _path(scope: Message) -> str:
     return path.removeprefix(scope.get("root_path", "")).rstrip("/")
 
 
+def _target(scope: Message) -> str:
+    """The path with its escapes, by which a slash in a name is told from one between two."""
+    raw = scope.get("raw_path") or quote(scope["path"]).encode()
+    path = raw.decode("latin-1").removeprefix(quote(scope.get("root_path", "")))
+    return f"{path}?{scope.get('query_string', b'').decode('latin-1')}"
+
+
 def _is_gated(scope: Message, path: str) -> bool:
     if scope["type"] == "websocket":
         return True
@@ -158,13 +173,19 @@ def _is_gated(scope: Message, path: str) -> bool:
 
 async def _refuse(scope: Message, receive: Receive, send: Send, reason: str) -> None:
     error = {"message": reason, "type": "ServiceUnavailableError", "param": None, "code": 503}
-    body = json.dumps({"error": error}).encode()
     kind = "http.response"
     if scope["type"] == "websocket":
         await receive()  # the wish to connect
         kind = "websocket.http.response"  # an extension that uvicorn has, which vLLM runs on
-    headers = {"content-type": "application/json", "retry-after": "1"}
-    headers["content-length"] = f"{len(body)}"
+    await _say(send, 503, json.dumps({"error": error}), {"retry-after": "1"}, kind)
+
+
+async def _say(
+    send: Send, status: int, said: str, more: Mapping[str, str], kind: str = "http.response"
+) -> None:
+    """Send JSON; the server leaves the body out where the request was a HEAD."""
+    body = said.encode()
+    headers = {"content-type": "application/json", "content-length": f"{len(body)}", **more}
     pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": f"{kind}.start", "status": 503, "headers": pairs})
+    await send({"type": f"{kind}.start", "status": status, "headers": pairs})
     await send({"type": f"{kind}.body", "body": body})
