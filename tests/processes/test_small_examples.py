@@ -16,8 +16,9 @@ from demos import (
     rollout_that_holds_nothing,
     started_demo,
 )
+from kit import until
 
-SMALL = ("follow.py", "restart.py", "push_pull.sh")
+SMALL = ("follow.py", "probed.py", "restart.py", "push_pull.sh")
 ANSWER = re.compile(r"version (\d+): (-?[\d.]+), on the way to 8")
 
 
@@ -63,6 +64,25 @@ def test_a_rollout_follows_and_both_end_in_order(surroundings, ctrl_c):
         versions = [int(number) for number, _ in ANSWER.findall(ended(rollout))]
         assert versions == sorted(set(versions))
         assert ended(trainer, signal.SIGTERM)
+
+
+@pytest.mark.timeout(180)
+def test_a_probed_rollout_is_ready_until_it_is_told_to_leave(surroundings):
+    names = ("--model", "probe-me", "--replica", "rollout-0")
+
+    def ready():
+        command = [sys.executable, "-m", "torch_ros", "ready", *names]
+        return subprocess.run(command, env=surroundings, timeout=60).returncode
+
+    with (
+        started_demo(surroundings, "follow.py", "train", *names[:2], "--step-s", "0.2"),
+        started_demo(surroundings, "probed.py", *names) as rollout,
+    ):
+        assert ready() == 1
+        read_until(rollout, "on the way to 8")
+        until(lambda: ready() == 0)  # it is not within an update
+        assert "has left" in ended(rollout, signal.SIGTERM)
+        assert ready() == 1
 
 
 @pytest.mark.timeout(240)
