@@ -12,13 +12,17 @@ DOCUMENTS = (
     "docs/OPERATIONS.md",
     "docs/TOOLS.md",
     "docs/DISTRIBUTED.md",
+    "deploy/kubernetes/README.md",
 )
 SHELL = re.compile(r"^```(?:sh|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"^```.*?^```$|^#.*?$", re.MULTILINE | re.DOTALL)  # headings, too
 PROGRAMS = (
     "apt",
+    "docker",
     "etcdctl",
     "examples",
+    "helm",
+    "kubectl",
     "make",
     "pip",
     "py-spy",
@@ -58,9 +62,13 @@ RUN = {  # the beginning of a command: the test that runs it, and words by which
     "until torchrun": ("tests/processes/test_tutorial.py", '"until torchrun"'),
     "examples/torchrun_elastic.sh": ("tests/processes/test_elastic_example.py", "COMMAND"),
     "make demo-vllm": ("tests/engines/vllm/test_grpo_example.py", "grpo_with_vllm.py"),
+    "deploy/kubernetes/secrets.sh": ("tests/deploy/test_kubernetes.py", "secrets.sh"),
     "torchrun --rdzv-backend=torch-ros": ("tests/processes/test_torchrun.py", "--rdzv-backend"),
 }
 NOT_RUN = {  # the beginning of a command: why no test runs it
+    "docker build": "a test runs what it runs, but for Debian's packages",
+    "helm": "needs a cluster; tests render what it applies",
+    "kubectl": "needs a cluster; tests render what it applies, and run the processes",
     "make demo": "CI runs it",
     "make test": "CI runs it: it is the tests",
     "make docs": "CI runs it",

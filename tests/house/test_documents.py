@@ -25,7 +25,8 @@ from torch_ros.local import etcd as local
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").rglob("*.md"))
-PARTS = ("torch_ros", "tests", "benchmarks", "examples", "docs")
+PAGES = DOCUMENTS + sorted((ROOT / "deploy").rglob("*.md"))
+PARTS = ("torch_ros", "tests", "benchmarks", "examples", "docs", "deploy")
 # A name of the API as a code host shows it: its file and the first words of its docstring.
 SUMMARY = re.compile(r"^### \[`([\w.]+)`\]\((?P<file>.+)\)\n\n(?P<says>.+)$", re.MULTILINE)
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -100,14 +101,14 @@ def anchors(document):
         yield re.sub(r"[^\w\- ]", "", text).lower().replace(" ", "-")
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", PAGES, ids=lambda path: path.name)
 def test_links_lead_somewhere(document):
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text()):
         if "://" not in target:
             assert (document.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", PAGES, ids=lambda path: path.name)
 def test_links_lead_to_headings(document):
     for file, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", document.read_text()):
         if "://" not in file:
@@ -115,7 +116,7 @@ def test_links_lead_to_headings(document):
             assert there.suffix != ".md" or anchor in anchors(there), f"{file}#{anchor}"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", PAGES, ids=lambda path: path.name)
 def test_files_that_are_named_are_there(document):
     there = [str(path) for part in PARTS for path in (ROOT / part).rglob("*.*")]
     for named in re.findall(r"`([\w./]+\.(?:py|sh))`", document.read_text()):

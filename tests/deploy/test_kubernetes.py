@@ -1,0 +1,264 @@
+"""The chart and the plain manifests: what the API takes, what the code says, and what runs."""
+
+import base64
+import re
+import shutil
+import subprocess
+from functools import partial
+from itertools import chain
+
+import pytest
+from kit import until
+
+pytest.importorskip("helm_python", reason="helm-python-sdk is not installed: extra `test`")
+pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed: `test`")
+
+import helm_python
+import kubernetes_validate
+import yaml
+from pods import Pods, Refused
+from rendering import KUBERNETES, PLAIN, ROOT, VALUES, objects, plain, rendered
+
+from torch_ros import environment
+from torch_ros.channels.addresses import parse_listen
+from torch_ros.cli import parsing
+from torch_ros.release import RELEASE
+
+RELEASES = ("1.30", "1.37")  # the oldest that the chart takes, and the newest that is here
+OF_OPERATOR = "monitoring.coreos.com/v1"  # no schema of these is in a registry
+ALL = [pytest.param("", id="default")] + [
+    pytest.param(path.read_text(), id=path.stem) for path in VALUES
+]
+CHART = KUBERNETES / "chart"
+
+
+def refusals(each, release):
+    try:
+        kubernetes_validate.validate(each, release, strict=True)
+    except kubernetes_validate.ValidationError as error:
+        return [f"{each['kind']} {each['metadata']['name']}: {error.message}"]
+    return []
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("values", ALL)
+def test_the_api_takes_what_is_rendered(values, release):
+    there = [each for each in rendered(values) if each["apiVersion"] != OF_OPERATOR]
+    assert len(there) >= 12
+    assert list(chain.from_iterable(refusals(each, release) for each in there)) == []
+
+
+def test_a_field_that_the_api_does_not_know_is_refused():
+    [pod] = (each for each in rendered() if each["kind"] == "Deployment")
+    pod["spec"]["template"]["spec"]["containers"][0]["readynessProbe"] = {}
+    assert refusals(pod, RELEASES[-1])
+
+
+@pytest.mark.parametrize("path", VALUES, ids=lambda path: path.stem)
+def test_each_value_of_a_file_is_one_of_the_chart(path):
+    known = yaml.safe_load((CHART / "values.yaml").read_text())
+    unknown = [
+        f"{part}.{name}"
+        for part, given in yaml.safe_load(path.read_text()).items()
+        for name in (given if isinstance(given, dict) else ())
+        if name not in known[part]
+    ]
+    assert unknown == []
+
+
+def test_helm_finds_no_fault_in_the_chart():
+    found = helm_python.lint(str(CHART))
+    assert not [each for each in found["messages"] if "icon is recommended" not in str(each)]
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [("model: a/b", "letters, digits"), ("etcd: {enabled: false}", "name your etcd")],
+)
+def test_values_that_cannot_work_are_refused(values, told):
+    with pytest.raises(helm_python.HelmRenderError, match=told):
+        rendered(values)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_the_plain_manifests_are_what_the_chart_renders(name):
+    assert (KUBERNETES / "plain" / name).read_text() == plain(name)
+
+
+@pytest.mark.parametrize("folder", ["deploy/kubernetes/plain", "examples/monitoring"])
+def test_kustomize_takes_the_plain_manifests(folder):
+    if not shutil.which("kubectl"):
+        pytest.skip("kubectl is not installed")
+    done = subprocess.run(
+        ["kubectl", "kustomize", ROOT / folder], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    found = objects(done.stdout)
+    assert found
+    assert list(chain.from_iterable(refusals(each, RELEASES[-1]) for each in found)) == []
+
+
+def test_board_and_alerts_are_those_of_the_examples():
+    found = {each["kind"]: each for each in rendered("monitoring: {operator: true, board: true}")}
+    examples = ROOT / "examples" / "monitoring"
+    assert found["ConfigMap"]["data"]["torch-ros.json"] == (examples / "board.json").read_text()
+    alerts = yaml.safe_load((examples / "alerts.yml").read_text())
+    assert found["PrometheusRule"]["spec"] == alerts
+
+
+# What the chart repeats of the code
+
+
+def test_image_and_chart_are_of_this_release():
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    found = {chart["version"], chart["appVersion"], values["image"]["tag"]}
+    assert found == {RELEASE}
+    assert f"torch-ros:{RELEASE} " in (KUBERNETES / "README.md").read_text()
+
+
+def pods(there):
+    """The name of each pod's owner, and its spec."""
+    for each in there:
+        if "template" in each.get("spec", {}):
+            yield each["metadata"]["name"], each["spec"]["template"]["spec"]
+
+
+def component(each):
+    return each["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"]
+
+
+@pytest.mark.parametrize("values", ALL)
+def test_each_variable_is_one_of_the_library(values):
+    ours = {value for value in vars(environment).values() if str(value).startswith("TORCH_ROS_")}
+    for _, spec in pods(rendered(values)):
+        for container in spec["containers"]:
+            given = [each["name"] for each in container["env"]]
+            assert {name for name in given if name.startswith("TORCH_ROS_")} <= ours
+            assert len(given) == len(set(given))
+
+
+def test_commands_of_the_library_are_ones_that_it_takes(monkeypatch):
+    specs = dict(pods(rendered()))
+    [exporter] = specs["torch-ros-exporter"]["containers"]
+    asked = parsing.parser().parse_args(exporter["command"][1:])
+    assert (asked.command, asked.port) == ("export", exporter["ports"][0]["containerPort"])
+    assert asked.port == parsing.parser().parse_args(["export"]).port  # where others look for it
+    [rollout] = specs["torch-ros-rollout"]["containers"]
+    probe = rollout["readinessProbe"]["exec"]["command"][2]
+    words = probe.removeprefix("exec torch-ros ").replace('"', "").split()
+    assert parsing.parser().parse_args(words).command == "ready"
+
+
+def numbers(ports):
+    return {
+        number
+        for each in ports
+        for number in range(each["port"], each.get("endPort", each["port"]) + 1)
+    }
+
+
+@pytest.mark.parametrize("values", ALL)
+def test_policies_open_the_ports_that_pods_listen_on_and_no_others(values):
+    there = rendered(values)
+    policies = [each for each in there if each["kind"] == "NetworkPolicy"]
+    [closed] = (each for each in policies if each["metadata"]["name"] == "torch-ros-closed")
+    assert closed["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    assert "ingress" not in closed["spec"]
+    for each in there:
+        if each["kind"] not in {"StatefulSet", "Deployment"}:
+            continue
+        [container] = each["spec"]["template"]["spec"]["containers"]
+        listens = {port["containerPort"] for port in container["ports"]}
+        for variable in container["env"]:
+            if variable["name"] == environment.LISTEN:
+                listens |= set(parse_listen(variable["value"]).ports)
+        opened = set()
+        for policy in policies:
+            its = policy["spec"]["podSelector"].get("matchExpressions", [{"values": ()}])
+            if component(each) in its[0]["values"]:
+                for rule in policy["spec"].get("ingress", ()):
+                    opened |= numbers(rule.get("ports", ()))
+        # One policy opens the figures of all kinds of pods; nobody else listens there.
+        figures = {9464, *range(9400, 9408)}
+        assert listens <= opened, each["metadata"]["name"]
+        assert opened - listens <= figures, each["metadata"]["name"]
+
+
+def test_the_readme_is_short_and_its_files_are_there():
+    text = (KUBERNETES / "README.md").read_text()
+    assert len(re.findall(r"\S*\w\S*", text)) < 600
+    for path in re.findall(r"deploy/[\w./-]+|examples/[\w./-]+", text):
+        assert (ROOT / path).exists(), path
+    assert {path.name for path in VALUES} <= set(re.findall(r"[\w-]+\.yaml", text))
+
+
+# The processes of the default manifests
+
+
+def secrets_of(folder):
+    """What secrets.sh says, the second time: certificates and passwords stay what they were."""
+    command = [KUBERNETES / "secrets.sh", "torch-ros", folder / "keys"]
+    said = [subprocess.run(command, capture_output=True, check=True).stdout for _ in range(2)]
+    assert said[0] == said[1]
+    made = objects(said[0].decode())
+    assert list(chain.from_iterable(refusals(each, RELEASES[-1]) for each in made)) == []
+    return {"critic-etcd-model": {"password": b"of-critic"}} | {
+        each["metadata"]["name"]: {
+            file: base64.b64decode(content) for file, content in each["data"].items()
+        }
+        for each in made
+    }
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    if not shutil.which("unshare") or not shutil.which("nsenter") or not shutil.which("ip"):
+        pytest.skip("unshare, nsenter or ip is not installed")
+    names = {f"torch-ros-etcd-{n}.torch-ros-etcd": f"127.0.1.{n + 1}" for n in range(3)}
+    try:
+        with Pods(tmp_path, secrets_of(tmp_path), names) as made:
+            yield made
+    except Refused as error:
+        pytest.skip(f"no network of its own: {error}")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_the_processes_of_the_manifests_work_together(cluster):
+    specs = dict(pods(rendered()))
+    etcd, role = specs["torch-ros-etcd"], specs["torch-ros-role-1"]
+    for n in range(3):
+        cluster.start(f"torch-ros-etcd-{n}", f"127.0.1.{n + 1}", etcd)
+    for _ in range(2):  # it may be repeated
+        assert cluster.run("role", "127.0.2.1", role) == 0, cluster.said("role")
+    trainer = cluster.start("torch-ros-trainer-0", "127.0.3.1", specs["torch-ros-trainer"])
+    spec = specs["torch-ros-rollout"]
+    named = {f"torch-ros-rollout-{n}": f"127.0.4.{n + 1}" for n in range(2)}
+    rollouts = [cluster.start(name, at, spec) for name, at in named.items()]
+    probe = spec["containers"][0]["readinessProbe"]["exec"]["command"]
+
+    def is_ready(name):
+        return cluster.run(name, named[name], spec, probe) == 0
+
+    for name in named:
+        until(partial(is_ready, name), limit_s=100, pause_s=0.5)
+    exporter = specs["torch-ros-exporter"]
+    cluster.start("exporter", "127.0.5.1", exporter)
+    url = "http://127.0.5.1:9464/metrics"
+    code = f"import urllib.request as r; print(r.urlopen({url!r}).read().decode())"
+    ask = ["python", "-c", code]
+    until(lambda: cluster.run("scrape", "127.0.6.1", exporter, ask) == 0, limit_s=30, pause_s=0.2)
+    assert "torch_ros_fleet_replicas{" in cluster.said("scrape")
+    # Another model has a user of its own; nobody has opened it yet.
+    values = (KUBERNETES / "values" / "second-model.yaml").read_text()
+    critic = dict(pods(rendered(values, "critic")))
+    assert cluster.run("critic-role", "127.0.2.2", critic["critic-role-1"]) == 0
+    look = ["torch-ros", "ls", "critic"]
+    assert cluster.run("critic", "127.0.6.1", critic["critic-exporter"], look) == 2
+    assert cluster.run("denied", "127.0.6.1", exporter, look) == 3
+    assert "no access to etcd" in cluster.said("denied")
+    assert [cluster.end(each) for each in rollouts] == [0, 0]
+    assert all("has left" in cluster.said(name) for name in named)
+    assert cluster.end(trainer) == 0
+    assert not is_ready("torch-ros-rollout-0")
