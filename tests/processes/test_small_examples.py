@@ -18,13 +18,19 @@ from demos import (
 )
 from kit import until
 
-SMALL = ("follow.py", "probed.py", "restart.py", "push_pull.sh")
+SMALL = {
+    "follow.py": 70,
+    "probed.py": 70,
+    "restart.py": 70,
+    "push_pull.sh": 70,
+    "one_gpu.py": 80,
+}  # lines
 ANSWER = re.compile(r"version (\d+): (-?[\d.]+), on the way to 8")
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_they_are_short(name):
-    assert len((EXAMPLES / name).read_text().splitlines()) < 70
+    assert len((EXAMPLES / name).read_text().splitlines()) < SMALL[name]
 
 
 def ended(process, number=signal.SIGINT):
@@ -177,6 +183,16 @@ def test_a_checkpoint_goes_in_and_comes_out(surroundings):
     assert script.returncode == 0, output
     assert "version 1 of" in output
     assert "leaving version 1" in output
+
+
+@pytest.mark.timeout(240)
+def test_a_rollout_beside_its_trainer_says_what_the_trainer_says(surroundings):
+    command = [sys.executable, EXAMPLES / "one_gpu.py"]
+    done = subprocess.run(command, env=surroundings, capture_output=True, text=True, timeout=230)
+    assert done.returncode == 0, done.stderr
+    said = re.findall(r"version (\d+): loss [\d.]+; both say (\[.+\])", done.stdout)
+    assert [int(version) for version, _ in said] == [*range(1, 11)], done.stdout
+    assert len({tokens for _, tokens in said}) > 2  # else older weights would say the same
 
 
 def spans(file):
