@@ -15,8 +15,10 @@ from torch_ros.errors import (
     NotAvailable,
     SourceLost,
     TorchRosError,
+    UsageError,
     VersionNotFound,
 )
+from torch_ros.integrations.from_bucket import BucketVersions
 from torch_ros.integrations.installation import Installer, InstallOptions
 from torch_ros.integrations.landing_plan import state_of
 from torch_ros.integrations.recording import record
@@ -170,6 +172,74 @@ def test_an_engine_that_does_not_resume_has_no_version(options, is_kept):
         trainer.publish_copy(3, {"x": torch.ones(3)})
         assert policy.update(3)
         assert policy.version == 3
+
+
+def test_an_engine_that_is_too_far_behind_is_updated_before_requests_are_handed_out(options):
+    llm = LLM()
+    trainer, _ = publish(options, 1)
+    with trainer, attach(llm, model="m", options=options, behind_max=1) as policy:
+        for published, version in [(1, 1), (2, 1), (3, 3), (4, 3), (9, 9)]:
+            if published > 1:
+                trainer.publish_copy(published, {"x": torch.full((3,), float(published))})
+            llm.generate("prompts")
+            assert (policy.version, llm.asked[-1]) == (version, "generate")
+        trainer.unpublish()
+        llm.chat("prompts")  # it waits for no version
+        assert (policy.version, llm.asked[-1]) == (9, "chat")
+        second, _ = publish(options, 2, run="new")
+        llm.enqueue("prompts")
+        assert policy.version == 2
+        second.close()
+    assert vars(llm).keys().isdisjoint(["generate", "chat", "enqueue", "enqueue_chat"])
+
+
+def test_requests_wait_for_a_version_that_fits(options):
+    llm = LLM()
+    trainer, _ = publish(options, 1)
+    with trainer, attach(llm, model="m", options=options, behind_max=0) as policy:
+        llm.generate("prompts")
+        trainer.publish_copy(2, {"x": torch.ones(4)})
+        with pytest.raises(ManifestMismatch, match="nothing for x"):
+            llm.generate("prompts")
+        assert llm.asked.count("generate") == 1
+        assert policy.version == 1
+
+
+def test_without_a_bound_vllms_calls_are_its_own(options):
+    llm = LLM()
+    trainer, _ = publish(options, 1)
+    with trainer, attach(llm, model="m", options=options) as policy:
+        llm.generate("prompts")
+        assert policy.version is None
+
+
+@pytest.mark.parametrize("most", [-1, True, "1", 1.5])
+def test_a_bound_is_a_whole_number(options, most):
+    llm = LLM()
+    with pytest.raises(UsageError, match="behind_max"):
+        attach(llm, model="m", options=options, behind_max=most)
+    assert llm.asked == []
+
+
+def test_a_bound_holds_for_versions_in_a_bucket(options, tmp_path, monkeypatch):
+    """Where a number may come again, and a lower one be newer."""
+    llm, url = LLM(), str(tmp_path / "bucket")
+    found = SimpleNamespace(version=1, uid="a", run="")
+    monkeypatch.setattr(BucketVersions, "contents", lambda *_, **__: found)
+    brought = []
+    llm.init_weight_transfer_engine = llm.shutdown_weight_transfer_engine = lambda *_: None
+    llm.update_weights = lambda request: brought.append(request["update_info"]["version"])
+    with attach(llm, model="m", bucket=url, behind_max=1):
+        for found.version, found.uid in [
+            (1, "a"),
+            (1, "a"),
+            (2, "b"),
+            (3, "c"),
+            (3, "d"),
+            (2, "e"),
+        ]:
+            llm.generate("prompts")
+    assert brought == [1, 3, 3, 2]
 
 
 KINDS = [kind for kind in vars(errors).values() if inspect.isclass(kind)]

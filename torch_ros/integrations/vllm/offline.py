@@ -1,16 +1,19 @@
 """`attach`: an offline `vllm.LLM` that goes from version to version when it is told to."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import wraps
 from typing import Any, Literal, Self
 
 import torch_ros
+from torch_ros import arguments
 from torch_ros.errors import SourceLost, TorchRosError, VersionNotFound
 from torch_ros.integrations.from_bucket import BucketVersions
 from torch_ros.integrations.vllm import core
 from torch_ros.integrations.vllm.told import hear
 
 TRIES = 10  # for "latest", of a trainer that takes each back before the engine has read it
+BEGIN = ("generate", "chat", "enqueue", "enqueue_chat")  # vLLM's calls by which requests come
 ENGINES_ONLY = ("retain", "spot")  # options that the handle of this process is opened without
 
 
@@ -37,8 +40,13 @@ def attach(
         pause: How vLLM treats requests that run when an update begins: they keep their tokens and
             go on afterwards, when vLLM has computed these anew with the new weights; are finished
             first; or are aborted.
-        init_info: The other fields of `ROSInitInfo`: buffer_bytes, direct, relay, on_failure, cast,
-            ignore, timeout_s.
+        behind_max: So many numbers the engine may be behind the newest version that can be read,
+            when requests come: `llm.generate`, `chat`, `enqueue` and `enqueue_chat` make an
+            `update` first if it is further behind, in an older run, or has no version. They raise
+            what that raises, and what `fleet` does while etcd is away, and hand out nothing then.
+            None: `update` alone brings versions.
+        init_info: `behind_max`, and the other fields of `ROSInitInfo`: buffer_bytes, direct, relay,
+            on_failure, cast, ignore, timeout_s.
 
     Raises:
         TorchRosError: As `torch_ros.open`, and for what cannot be: EPLB, relay with sleep mode.
@@ -49,8 +57,10 @@ def attach(
             outputs = llm.generate(prompts)
     """
     place = {"replica": replica, "bucket": bucket, "options": dict(options or {})}
+    behind_max = init_info.pop("behind_max", None)
+    arguments.optional(arguments.whole(0, 1 << 50))("behind_max", behind_max)
     info = {"model": model, **place, **init_info}
-    return Attached(llm, info, pause)
+    return Attached(llm, info, pause, behind_max)
 
 
 def _versions(info: Mapping[str, Any]) -> torch_ros.ShardHandle | BucketVersions:
@@ -64,7 +74,9 @@ def _versions(info: Mapping[str, Any]) -> torch_ros.ShardHandle | BucketVersions
 class Attached:
     """An engine that follows a model; what `attach` returns."""
 
-    def __init__(self, llm: Any, info: dict[str, Any], pause: str) -> None:
+    def __init__(
+        self, llm: Any, info: dict[str, Any], pause: str, behind_max: int | None = None
+    ) -> None:
         core.watch()  # vLLM may run it in this very process
         self._llm, self._pause, self._replica = llm, pause, info["replica"]
         self._active: int | None = None  # by the last error
@@ -79,6 +91,9 @@ class Attached:
         except BaseException:
             self._asked("shutdown_weight_transfer_engine")
             raise
+        self._bounded = [] if behind_max is None else [each for each in BEGIN if hasattr(llm, each)]
+        for name in self._bounded:
+            setattr(llm, name, self._keeping_up(getattr(llm, name), behind_max or 0))
 
     def update(self, version: int | str = "latest", *, timeout_s: float | None = None) -> bool:
         """Go to `version` if the engine has another one; "latest" never goes back within a run.
@@ -112,6 +127,8 @@ class Attached:
         if self._is_closed:
             return
         self._is_closed = True
+        for name in self._bounded:
+            vars(self._llm).pop(name, None)
         self._handle.close()
         self._asked("shutdown_weight_transfer_engine")
 
@@ -137,6 +154,27 @@ class Attached:
         self._resume()
         self.version, self._sequence = found, sequence
         return True
+
+    def _keeping_up(self, own: Callable[..., Any], behind_max: int) -> Callable[..., Any]:
+        """A call of vLLM's that begins with an update if the engine is too far behind."""
+
+        @wraps(own)
+        def keeping_up(*args: Any, **named: Any) -> Any:
+            if self.version is None or self._is_behind(behind_max):
+                self.update("latest")
+            return own(*args, **named)
+
+        return keeping_up
+
+    def _is_behind(self, most: int) -> bool:
+        has = self.version or 0
+        if isinstance(self._handle, BucketVersions):
+            stored = self._handle.contents("latest")
+            return stored.uid != self._sequence and not 0 < stored.version - has <= most
+        newest = self._handle.fleet().latest
+        if newest is None:  # the trainer is between two versions
+            return False
+        return newest.run != self._sequence or newest.version - has > most
 
     def _is_withdrawn(self, timeout_s: float | None) -> bool:
         """Whether somebody has loaded weights by hand, as far as an engine without a name tells."""
