@@ -344,6 +344,70 @@ def test_a_version_of_another_run_is_another_version(opened, trainer):
     assert engine.has(published)
 
 
+# -- a draft
+
+
+class Mtp(nn.Module):
+    """A draft: one tensor of its own, and the norm that is its target's."""
+
+    def __init__(self):
+        super().__init__()
+        self.mtp = nn.Module()
+        self.mtp.weight = nn.Parameter(torch.full((4,), OLD), requires_grad=False)
+
+    def load_weights(self, weights):
+        for fqn, weight in weights:
+            if fqn == "mtp":
+                self.mtp.weight.data.copy_(weight)
+
+
+class Drafting(Toy):
+    def may_lack(self, fqn):
+        return True
+
+
+@pytest.fixture
+def drafting(opened):
+    """An engine, its draft and the installer of both, which tells what it installs."""
+    engine, draft, handle = Fused(), Mtp(), opened(replica="engine", installs=True)
+    options = InstallOptions(relay=False, on_failure="keep")
+    drafts = Installer(opened(spot=True), Drafting(draft), options)
+    toy = Toy(engine, elsewhere=["mtp"])
+    installer = Installer(handle, toy, InstallOptions(), teller=handle, draft=drafts)
+    return SimpleNamespace(engine=engine, draft=draft, installer=installer, toy=toy)
+
+
+def test_a_draft_has_each_version_before_the_engine(drafting, trainer):
+    for version in (1, 2):
+        published = trainer.publish(version, mtp=torch.full((4,), float(version)))
+        had = []
+        drafting.toy.looked = lambda had=had: had.append(drafting.draft.mtp.weight[0].item())
+        drafting.installer.install("latest", 20)
+        assert drafting.engine.has(published)
+        assert torch.equal(drafting.draft.mtp.weight, published["mtp"])
+        assert had == [OLD if version == 1 else 1.0]  # the engine has looked whether it fits
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"mtp": None}, "nothing for mtp.weight"),
+        ({"mtp": torch.full((4,), torch.nan)}, "a NaN"),
+        ({"mtp": torch.full((4,), 2.0), "norm": None}, "nothing for norm.weight"),
+    ],
+)
+def test_a_version_that_fits_one_of_both_changes_neither(drafting, trainer, changes, found):
+    first = trainer.publish(1, mtp=torch.ones(4))
+    drafting.installer.install(1, 20)
+    trainer.publish(2, **{"mtp": torch.ones(4)} | changes)
+    with pytest.raises(ManifestMismatch, match=found):
+        drafting.installer.install(2, 20)
+    assert drafting.engine.has(first)
+    assert torch.equal(drafting.draft.mtp.weight, first["mtp"])
+    assert drafting.installer.active == 1
+    assert trainer.handle.installs()["engine"].active.version == 1
+
+
 # -- refused, before anything is written
 
 

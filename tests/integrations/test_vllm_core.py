@@ -247,6 +247,15 @@ def test_dummy_weights_are_no_version_though_a_driver_has_named_them():
     assert engine.get_weight_version() == core.NO_VERSION
 
 
+def test_workers_know_their_draft_before_they_follow_a_model():
+    engine, draft = engine_core(), object()
+    first, second = engine.workers
+    first.get_draft_model = lambda: draft  # as a release of vLLM has it, or not
+    engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
+    assert first.weight_transfer_engine.draft is draft
+    assert second.weight_transfer_engine.draft is None
+
+
 @pytest.mark.parametrize("backend", ["nccl", None])
 def test_an_engine_of_another_backend_is_left_alone(backend):
     engine = engine_core(backend)

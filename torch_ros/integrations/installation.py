@@ -198,6 +198,8 @@ class Installer:
 
     Args:
         teller: The handle, if it was opened with `installs=True`: who waits for a version is told.
+        draft: Of an engine's draft model, which gets each version first: if it does not fit there,
+            it is refused before a byte is written to the engine. With other parameters than this.
     """
 
     options: InstallOptions
@@ -210,7 +212,9 @@ class Installer:
         peers: EngineRanks | None = None,
         *,
         teller: "torch_ros.ShardHandle | None" = None,
+        draft: "Installer | None" = None,
     ) -> None:
+        self._draft = draft
         self.handle, self.options, self._teller = handle, options, teller
         self.active: int | None = None
         """The version that the engine has; None: none, or nobody knows."""
@@ -266,6 +270,8 @@ class Installer:
             if self.options.on_failure == "keep":
                 kept.update(self._all.step(lambda: _copy(self._engine.state())))
             extent = self._extent(look)
+            if (draft := self._draft) is not None:
+                self._all.step(lambda: draft.install(number, watch.left_s))
             return self._write(number, look, extent, watch)
 
         try:

@@ -64,6 +64,8 @@ def _call(own: Any, core: Any, method: Any, *args: Any, **named: Any) -> Any:
     """Call all workers, and note what becomes of their weights."""
     if method not in NOTED or not _is_ours(core):
         return own(core, method, *args, **named)
+    if method == "init_weight_transfer_engine":
+        own(core, show_draft)
     if method in OVERWRITING:  # past the model's own load_weights, perhaps
         own(core, withdraw)
     try:
@@ -152,6 +154,12 @@ def installed(worker: Any) -> int | None:
     """The version that a worker has."""
     version: int | None = worker.weight_transfer_engine.active
     return version
+
+
+def show_draft(worker: Any) -> None:
+    """Show a worker's engine the draft model, which vLLM tells it of in drafts' updates alone."""
+    look = getattr(worker, "get_draft_model", None)  # not in every release
+    worker.weight_transfer_engine.draft = look() if look is not None else None
 
 
 def withdraw(worker: Any) -> None:

@@ -2,8 +2,8 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, get_args
 
 import torch
 from vllm.distributed.parallel_state import get_tp_group, get_world_group
@@ -14,6 +14,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 import torch_ros
+from torch_ros import arguments
 from torch_ros.errors import NotSupported, UsageError
 from torch_ros.integrations.from_bucket import BucketVersions
 from torch_ros.integrations.installation import (
@@ -24,6 +25,7 @@ from torch_ros.integrations.installation import (
     OnFailure,
 )
 from torch_ros.integrations.vllm import core
+from torch_ros.integrations.vllm.draft import Draft, DraftModel, vet
 from torch_ros.integrations.vllm.model import VLLMModel
 from torch_ros.integrations.vllm.told import tell
 from torch_ros.printable import log_of
@@ -43,6 +45,9 @@ class ROSInitInfo(WeightTransferInitInfo):
             engines of a data parallel group are replicas NAME-dp0, NAME-dp1 and on.
         bucket: As for `attach`. The engine has no name then, offers nothing to others, and nobody
             is told which version it uses.
+        draft: Of an engine with a draft model, which is refused without it. "follow": its MTP
+            layers come with each version, before the engine's own, through a handle of their own,
+            NAME-draft; "keep": it stays as it is.
         timeout_s: For `init_weight_transfer_engine`, and for each update that names none.
 
     The rest is as for `attach`, or in `InstallOptions`.
@@ -58,6 +63,7 @@ class ROSInitInfo(WeightTransferInitInfo):
     on_failure: OnFailure = "reread"
     cast: bool = True
     ignore: list[str] = field(default_factory=list)
+    draft: Draft | None = None
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
@@ -72,6 +78,7 @@ class ROSInitInfo(WeightTransferInitInfo):
                 f"bucket={self.bucket!r} with replica={self.replica!r} and options={self.options}: "
                 "expected none of these, which are of a replica; an engine of a bucket is none"
             )
+        arguments.optional(arguments.one_of(get_args(Draft)))("draft", self.draft)
         self.install_options()
 
     def install_options(self) -> InstallOptions:
@@ -131,7 +138,10 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
     def __init__(self, *args: Any) -> None:
         core.watch()  # it may lie in this very process, and have been loaded after the plug-in
         super().__init__(*args)
+        self.draft: torch.nn.Module | None = None
+        """The draft model of this worker; `core.show_draft` tells."""
         self._installer: Installer | None = None
+        self._drafts: Installer | None = None
         self._timeout_s = 300.0
         self._who = ""  # for people
         self._is_updated = False  # in this session
@@ -184,27 +194,30 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
             self._installer.handle.close()
             self._installer = None
             self.model.__dict__.pop("load_weights", None)
+        if self._drafts is not None:
+            self._drafts.handle.close()
+            self._drafts = None
 
     # Steps
 
     def _open(self, info: ROSInitInfo) -> None:
         ranks = self._ranks
-        engine = VLLMModel(
-            self.model,
-            self.model_config,
-            self.device,
-            proves=info.direct == "proven",
-            is_mapped_anew=self._sleeps,
-            is_dummy=self.vllm_config.load_config.load_format == "dummy",
-        )
+        known: dict[str, Any] = {
+            "device": self.device,
+            "proves": info.direct == "proven",
+            "is_mapped_anew": self._sleeps,
+            "is_dummy": self.vllm_config.load_config.load_format == "dummy",
+        }
+        engine = VLLMModel(self.model, model_config=self.model_config, **known)
         how = info.install_options()
+        self._drafts = draft = self._draft_installer(info, ranks, known)
         if info.bucket is None:
             handle = self._handle(info, ranks)
-            installer = Installer(handle, engine, how, ranks, teller=handle)
+            installer = Installer(handle, engine, how, ranks, teller=handle, draft=draft)
             self._who = handle.replica
         else:
             versions = BucketVersions(info.bucket, info.model, ranks.rank)
-            installer = Installer(versions, engine, how, ranks)
+            installer = Installer(versions, engine, how, ranks, draft=draft)
             self._who = f"rank {ranks.rank} from {info.bucket}"
         self._installer, self._timeout_s = installer, info.timeout_s
 
@@ -214,12 +227,29 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
 
         self.model.__dict__["load_weights"] = load_weights
 
-    def _handle(self, info: ROSInitInfo, ranks: Ranks) -> "torch_ros.ShardHandle":
+    def _draft_installer(
+        self, info: ROSInitInfo, ranks: Ranks, known: Mapping[str, Any]
+    ) -> Installer | None:
+        if info.draft != "follow" or self.draft is None:
+            return None
+        config = self.vllm_config.speculative_config.draft_model_config
+        model = DraftModel(self.draft, self.model, model_config=config, **known)
+        how = replace(info.install_options(), relay=False, on_failure="keep")  # it is small
+        if info.bucket is not None:
+            return Installer(BucketVersions(info.bucket, info.model, ranks.rank), model, how, ranks)
+        return Installer(self._handle(info, ranks, is_draft=True), model, how, ranks)
+
+    def _handle(
+        self, info: ROSInitInfo, ranks: Ranks, *, is_draft: bool = False
+    ) -> "torch_ros.ShardHandle":
         options = {"timeout_s": info.timeout_s, **info.options, "replica": info.replica}
         if self._is_data_parallel:
             options["replica"] = f"{info.replica}-dp{self.parallel_config.data_parallel_index}"
         place = {"rank": ranks.rank, "world_size": ranks.size}
-        return torch_ros.open(info.model, **options, **place, installs=True)
+        if is_draft:
+            replica = options["replica"] and f"{options['replica']}-draft"
+            options |= {"replica": replica, "spot": True, "retain": ()}
+        return torch_ros.open(info.model, **options, **place, installs=not is_draft)
 
     def _install(self, info: ROSUpdateInfo) -> None:
         if self._installer is None:
@@ -230,11 +260,16 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
             )
         report = self._installer.install(info.version, info.timeout_s or self._timeout_s)
         log.info("%s: %s", self._who, report)
+        if self._drafts is not None:
+            log.info("%s, its draft: %s", self._who, self._drafts.report)
         self._is_updated = True
 
     def _vet(self, info: ROSInitInfo) -> bool:
         """Refuse what cannot be, before a handle that is there is closed."""
         parallel, ranks = self.parallel_config, self._ranks
+        if info.draft == "follow" and len(set(ranks.gather(self.draft is None))) > 1:
+            raise NotSupported('draft="follow" with pipeline parallelism', 'pass draft="keep"')
+        vet(self, self.draft, info.draft)
         if parallel.enable_eplb:
             raise NotSupported("torch_ros with EPLB, which moves experts", "set enable_eplb=False")
         is_named = info.replica is not None or info.bucket is not None

@@ -103,6 +103,7 @@ class VLLMModel:
         number = {one: int(n) for one, n in pairwise(parts) if n.isdecimal()}
         layers, drafts = (getattr(config, name, None) or 0 for name in LAYERS)
         is_drafted = 0 <= number.get("layers", -1) - layers < drafts
+        is_drafted |= any(part.startswith("mtp") for part in parts)  # as Qwen3-Next and MiMo do
         is_tied = fqn.endswith(HEAD) and bool(getattr(config, "tie_word_embeddings", False))
         return is_tied or is_drafted or fqn.endswith(DERIVED) or self._is_elsewhere(parts, number)
 
