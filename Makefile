@@ -20,7 +20,7 @@ ROWS ?= 3.11:2.13.0 3.11:lowest
 # Some images set it; then each of the hundreds of processes of a test run compiles the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-vllm test test-all test-engines test-matrix package sim sim-faults history scale lint docs bench bench-control clean
+.PHONY: help demo demo-vllm test test-all test-engines test-matrix package sim sim-faults history scale lint docs bench bench-control gpu clean
 
 # `make test` and `make test-all`: processes that run tests. They wait more than they compute.
 WORKERS ?= 4
@@ -77,6 +77,7 @@ help:
 	@echo "            speeds beside what people use today; writes docs/benchmarks, in some minutes"
 	@echo "make bench-control"
 	@echo "            what the calls cost in etcd, and bursts of up to 128 replicas"
+	@echo "make gpu    what one GPU does, and what goes wrong on one; five minutes"
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing into $(VENV): up to 6 GB where torch comes with CUDA; some minutes"
@@ -175,6 +176,9 @@ bench: $(INSTALLED)
 
 bench-control: $(INSTALLED)
 	$(BIN)/python benchmarks/control.py
+
+gpu: $(INSTALLED)
+	$(BIN)/python benchmarks/gpu/gpu.py
 
 clean:
 	rm -rf $(VENV) $(VERL) $(VLLM)

@@ -64,8 +64,8 @@ def say(words: str) -> None:
 class Child:
     """A process with what `build` returns there."""
 
-    def __init__(self, name: str, build: Callable[[], Actors]) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, name: str, build: Callable[[], Actors], method: str = "spawn") -> None:
+        context: Any = multiprocessing.get_context(method)
         self._pipe, theirs = context.Pipe()
         self.name = name
         self.process = context.Process(target=_serve, args=(theirs, build), daemon=True)
@@ -109,14 +109,16 @@ def ask_all(children: Sequence[Child], actor: str, method: str, *arguments: obje
 
 
 @contextlib.contextmanager
-def started(builds: Mapping[str, Callable[[], Actors]]) -> Iterator[list[Child]]:
+def started(
+    builds: Mapping[str, Callable[[], Actors]], method: str = "spawn"
+) -> Iterator[list[Child]]:
     """Processes, ready. None is left afterwards, whatever happens."""
     children: list[Child] = []
     try:
         # Inherited: Ctrl-C reaches children too, and is ours alone to handle.
         ours = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            children.extend(Child(name, build) for name, build in builds.items())
+            children.extend(Child(name, build, method) for name, build in builds.items())
         finally:
             signal.signal(signal.SIGINT, ours)
         for child in children:
