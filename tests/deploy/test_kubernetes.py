@@ -1,6 +1,7 @@
 """The chart and the plain manifests: what the API takes, what the code says, and what runs."""
 
 import base64
+import os
 import re
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ import yaml
 from pods import Pods, Refused
 from rendering import KUBERNETES, PLAIN, ROOT, VALUES, objects, plain, rendered
 
+from puppets.servers import etcd_programs
 from torch_ros import environment
 from torch_ros.channels.addresses import parse_listen
 from torch_ros.cli import parsing
@@ -209,6 +211,28 @@ def secrets_of(folder):
         }
         for each in made
     }
+
+
+def test_a_user_is_made_again_where_clients_show_no_certificate(running_etcd, tmp_path):
+    """etcd then takes nobody's word for its health but a user's."""
+    passwords = {"ROOT_PASSWORD_FILE": "of-root", "PASSWORD_FILE": "of-policy"}
+    for name in passwords.values():
+        (tmp_path / name).write_text(name)
+    with running_etcd(tmp_path / "etcd", "--bcrypt-cost", "4") as server:
+        environment = {
+            "PATH": f"{etcd_programs()}:{os.environ['PATH']}",
+            "ETCDCTL_API": "3",
+            "ETCDCTL_ENDPOINTS": server.host,
+            "MODEL": "policy",
+            "MODEL_USER": "ros-policy",
+            **{variable: str(tmp_path / name) for variable, name in passwords.items()},
+        }
+        for _ in range(2):
+            script = ["sh", CHART / "files" / "role.sh"]
+            done = subprocess.run(
+                script, env=environment, capture_output=True, text=True, timeout=30
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture

@@ -1,8 +1,11 @@
 # A user of etcd for one model, who may use its keys and no others. Repeating it is safe.
 set -eu
-until etcdctl endpoint health 2>&1 | grep -q 'is healthy'; do sleep 2; done  # one is enough
-
 root() { ETCDCTL_USER=root ETCDCTL_PASSWORD=$(cat "$ROOT_PASSWORD_FILE") etcdctl "$@"; }
+# One member is enough. With users, and without certificates, it answers only them.
+until { etcdctl endpoint health; root endpoint health; } 2>&1 | grep -q 'is healthy'; do
+  sleep 2
+done
+
 if root user list > /dev/null 2>&1; then  # etcd refuses a login before it has users
   ask() { root "$@"; }
 else
