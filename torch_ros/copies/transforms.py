@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Protocol, Self, runtime_checkable
 
 import torch
@@ -127,11 +127,10 @@ class Making:
                 break
         return cls(tensor, transform, outputs)
 
-    @cached_property
+    @property
     def units(self) -> Shape:
         """The sizes of the smallest box that has whole elements of all outputs."""
-        sizes = zip(*(output.per for output in self.outputs.values()), strict=True)
-        return tuple(math.lcm(*each) for each in sizes)
+        return units(self.outputs)
 
     def boxes(self, chunk: LocalChunk) -> Mapping[str, Box]:
         """The part of each output that is made of a chunk.
@@ -167,15 +166,7 @@ class Making:
         self, memory: torch.Tensor, made: Mapping[str, torch.Tensor], most_bytes: int
     ) -> Iterator[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]:
         """Cut a chunk and what is made of it into boxes of so many bytes at most, or one unit."""
-        if memory.nbytes <= most_bytes:
-            yield memory, made
-            return
-        for offsets, sizes in cut(tuple(memory.shape), self.units, most_bytes // memory.itemsize):
-            parts = {
-                name: part(made[name], *output.made_of(offsets, sizes))
-                for name, output in self.outputs.items()
-            }
-            yield part(memory, offsets, sizes), parts
+        return pieces(self.outputs, memory, made, most_bytes)
 
     def fill(self, box: torch.Tensor, made: Mapping[str, torch.Tensor]) -> None:
         """Raises: UsageError: The transform raised."""
@@ -224,6 +215,30 @@ def _failed(transform: Transform, fqn: str, error: Exception) -> UsageError:
 
 def part(tensor: torch.Tensor, offsets: Shape, sizes: Shape) -> torch.Tensor:
     return tensor[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
+
+
+def units(outputs: Mapping[str, MadeTensor]) -> Shape:
+    """The sizes of the smallest box that has whole elements of all of them."""
+    sizes = zip(*(output.per for output in outputs.values()), strict=True)
+    return tuple(math.lcm(*each) for each in sizes)
+
+
+def pieces(
+    outputs: Mapping[str, MadeTensor],
+    box: torch.Tensor,
+    made: Mapping[str, torch.Tensor],
+    most_bytes: int,
+) -> Iterator[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]:
+    """Cut a box and what is made of it into smaller ones of so many bytes, or of one unit."""
+    if box.nbytes <= most_bytes:
+        yield box, made
+        return
+    for offsets, sizes in cut(tuple(box.shape), units(outputs), most_bytes // box.itemsize):
+        parts = {
+            name: part(made[name], *output.made_of(offsets, sizes))
+            for name, output in outputs.items()
+        }
+        yield part(box, offsets, sizes), parts
 
 
 def cut(sizes: Shape, units: Shape, most: int) -> Iterator[Box]:

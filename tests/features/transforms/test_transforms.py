@@ -7,47 +7,26 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from features.transforms.copying import copied, same, shard, whole
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torch_ros import Cast, Chunked, Float8, MadeTensor
+from torch_ros import Cast, Float8, MadeTensor
 from torch_ros.copies import buffers as copy_buffers
 from torch_ros.copies.buffers import CopyBuffers, Copying
 from torch_ros.copies.transforms import Making, cut
 from torch_ros.copies.turns import HostBuffers
 from torch_ros.errors import UsageError
-from torch_ros.features.transforms import casting
+from torch_ros.features.transforms import matrices
 from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.local import local_chunks
 
 FP8 = torch.float8_e4m3fn
 ALL = ("*",)
 SCALE = {None: "_scale", (128, 128): "_scale_inv", (3, 5): "_scale_inv"}
-
-
-def copied(tensors, *transforms):
-    """The chunks of a copy by name, and the state that they are of."""
-    state = LocalState(local_chunks(tensors), {}, {})
-    made = CopyBuffers(HostBuffers()).fill(state, Copying(transforms))
-    return {tensor.fqn: tensor for tensor in made.tensors}
-
-
-def whole(made):
-    """The tensors of a copy that is not sharded."""
-    found = {}
-    for fqn, tensor in made.items():
-        if tensor.chunks:
-            [chunk] = tensor.chunks
-            assert chunk.offsets == (0,) * len(tensor.shape)
-            assert chunk.tensor.shape == tensor.shape
-            assert chunk.tensor.dtype == tensor.dtype
-            found[fqn] = chunk.tensor
-        else:
-            found[fqn] = torch.empty(tensor.shape, dtype=tensor.dtype)
-    return found
 
 
 def plain(tensor, block):
@@ -67,11 +46,6 @@ def plain(tensor, block):
     return quantised, scales
 
 
-def same(one, other):
-    assert (one.shape, one.dtype) == (other.shape, other.dtype)
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
-
-
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 SHAPES_IN_PIECES = [
     *(pytest.param((256, 384), size, marks=pytest.mark.long) for size in (1, 40_000, 1 << 30)),
@@ -86,7 +60,7 @@ SHAPES_IN_PIECES = [
 @pytest.mark.parametrize(("shape", "piece_bytes"), SHAPES_IN_PIECES)
 def test_float8_is_what_plain_torch_makes_of_it(monkeypatch, block, dtype, shape, piece_bytes):
     monkeypatch.setattr(copy_buffers, "PIECE_BYTES", piece_bytes)
-    monkeypatch.setattr(casting, "CACHE_BYTES", piece_bytes // 4)
+    monkeypatch.setattr(matrices, "CACHE_BYTES", piece_bytes // 4)
     tensor = (torch.randn(shape) * torch.logspace(-3, 2, shape[1])).to(dtype)
     tensor[0, 0], tensor[-1] = -3.0, 0.0
     before = tensor.clone()
@@ -221,13 +195,6 @@ def test_a_copy_is_made_of_what_kernels_have_written_when_they_are_done(monkeypa
 # Shards
 
 
-def shard(shape, *boxes, dtype=torch.float32):
-    """A shard of a tensor that has these rows and columns of it: from, to, from, to."""
-    full = torch.arange(math.prod(shape), dtype=dtype).reshape(shape)
-    chunks = {(a, c): full[a:b, c:d].clone() for a, b, c, d in boxes}
-    return Chunked(shape, dtype, chunks), full
-
-
 @pytest.mark.parametrize(
     ("block", "boxes"),
     [
@@ -269,11 +236,11 @@ def test_the_shards_of_fsdp_make_the_scales_of_the_whole(block):
             made = copied({"w": tensor}, Float8(ALL, block=block))
         finally:
             dist.destroy_process_group()
-        for fqn, whole in seen.items():
+        for fqn, together in seen.items():
             assert made[fqn].spread
             [chunk] = made[fqn].chunks
             (row, column), (rows, columns) = chunk.offsets, chunk.tensor.shape
-            whole[row : row + rows, column : column + columns] += chunk.tensor.float()
+            together[row : row + rows, column : column + columns] += chunk.tensor.float()
     assert torch.equal(seen["w"], quantised.float())
     assert torch.equal(seen["w" + suffix], scales)
 

@@ -2,17 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import torch
 
 from torch_ros import arguments
-from torch_ros.copies.transforms import MadeTensor, Shape, cut, elementwise, part
+from torch_ros.copies.transforms import MadeTensor, Shape, elementwise
 from torch_ros.errors import UsageError
-
-
-def _matches(fqn: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(fqn, pattern) for pattern in patterns)
+from torch_ros.features.transforms import matrices
+from torch_ros.features.transforms.matrices import FP8, FP8_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +33,7 @@ class Cast:
 
     def outputs(self, fqn: str, dtype: torch.dtype, shape: Shape) -> Mapping[str, MadeTensor]:
         """It itself, of the other dtype."""
-        if not dtype.is_floating_point or _matches(fqn, self.keep):
+        if not dtype.is_floating_point or matrices.matches(fqn, self.keep):
             return {}
         return {fqn: elementwise(self.dtype, len(shape))}
 
@@ -45,10 +42,7 @@ class Cast:
         made[fqn].copy_(box)
 
 
-FP8 = torch.float8_e4m3fn
-FP8_MAX = torch.finfo(FP8).max
 SCALE_MIN = torch.finfo(torch.float32).tiny  # a smaller one has few bits: quotients overflow
-CACHE_BYTES = 2 << 20  # at a time on a host: with 16 MiB it took up to ten times as long
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +74,7 @@ class Float8:
     suffix: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("names", "keep"):
-            arguments.texts(f"Float8: {name}", getattr(self, name))
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # equal by repr
+        matrices.settle_names(self)
         if self.block is not None:
             if not isinstance(self.block, Sequence) or len(self.block) != 2:
                 raise UsageError(f"Float8: block={self.block!r}: expected rows and columns")
@@ -95,47 +87,36 @@ class Float8:
 
     def outputs(self, fqn: str, dtype: torch.dtype, shape: Shape) -> Mapping[str, MadeTensor]:
         """It itself, quantised, and its scales."""
-        is_matrix = len(shape) > 1 and dtype.is_floating_point and dtype.itemsize > 1
-        if not is_matrix or not _matches(fqn, self.names) or _matches(fqn, self.keep):
-            return {}
-        per = self._per(shape)
+        return self._made(fqn, shape) if matrices.takes(self, fqn, dtype, shape) else {}
+
+    def _made(self, fqn: str, shape: Shape) -> Mapping[str, MadeTensor]:
+        per = (*(1,) * (len(shape) - 2), *(self.block or (1, max(1, shape[-1]))))
         return {
             fqn: elementwise(FP8, len(shape)),
             f"{fqn}{self.suffix}": MadeTensor(torch.float32, per),
         }
-
-    def _per(self, shape: Shape) -> Shape:
-        return (*(1,) * (len(shape) - 2), *(self.block or (1, max(1, shape[-1]))))
 
     def fill(self, fqn: str, box: torch.Tensor, made: Mapping[str, torch.Tensor]) -> None:
         """Computed in float32.
 
         Raises: UsageError: An element is not finite.
         """
-        quantised, scales = made[fqn], made[f"{fqn}{self.suffix}"]
-        per = self._per(tuple(box.shape))
-        most = CACHE_BYTES // box.itemsize if box.is_cpu else box.numel()
-        for offsets, sizes in cut(tuple(box.shape), per, most):
-            place = MadeTensor(torch.float32, per).made_of(offsets, sizes)
-            values = part(box, offsets, sizes)
-            self._quantise(fqn, values, part(quantised, offsets, sizes), part(scales, *place))
+        outputs = self._made(fqn, tuple(box.shape))
+        for piece, parts in matrices.in_pieces(box, outputs, made):
+            self._quantise(fqn, piece, parts[fqn], parts[f"{fqn}{self.suffix}"])
 
     def _quantise(
         self, fqn: str, box: torch.Tensor, quantised: torch.Tensor, scales: torch.Tensor
     ) -> None:
         rows, columns = box.shape[-2:]
         high, wide = self.block or (1, columns)
-        values = box.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        values = matrices.in_float32(box)
         if rows % high or columns % wide:
             values = torch.nn.functional.pad(values, (0, -columns % wide, 0, -rows % high))
         *others, down, across = values.shape
         blocks = values.view(*others, down // high, high, across // wide, wide)
         largest = blocks.abs().amax((-3, -1))
-        if not bool(torch.isfinite(largest).all()):
-            raise UsageError(
-                f"tensor {fqn!r} has elements that are not finite as float32; expected finite "
-                "ones, to quantise; look where they come from, or name it in keep"
-            )
+        matrices.require_finite(fqn, largest)
         # A GPU multiplies by the inverse of a plain number, which rounds otherwise than a host.
         scale = largest / torch.full_like(largest, FP8_MAX)
         scale.clamp_(min=SCALE_MIN).masked_fill_(largest == 0, 1)
