@@ -7,7 +7,7 @@
 import pytest
 import torch
 
-from torch_ros import Cast, Float8
+from torch_ros import MXFP8, Cast, Float8
 from torch_ros.copies import buffers as copy_buffers
 from torch_ros.copies.buffers import make
 from torch_ros.copies.ferry import CROSSING_MAX, Ferry
@@ -41,14 +41,16 @@ def test_any_dtype_crosses(dtype):
 
 
 @pytest.mark.parametrize(
-    "transforms", [(), (Cast(torch.bfloat16),), (Float8(["w"], block=(2, 4)),)], ids=repr
+    "transforms",
+    [(), (Cast(torch.bfloat16),), (Float8(["w"], block=(2, 4)),), (MXFP8(["w"]),)],
+    ids=repr,
 )
 @pytest.mark.parametrize("piece_bytes", [1, 200, 1 << 20])
 def test_pieces_that_are_ferried_are_those_that_are_made_in_place(
     monkeypatch, transforms, piece_bytes
 ):
     monkeypatch.setattr(copy_buffers, "PIECE_BYTES", piece_bytes)
-    [tensor] = local_chunks({"w": torch.randn(11, 30)})
+    [tensor] = local_chunks({"w": torch.randn(11, 32)})
     [chunk] = tensor.chunks
     making, ferry = Making.of(tensor, transforms), Ferry()
     here, brought = (

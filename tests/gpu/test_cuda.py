@@ -11,7 +11,7 @@ import torch
 from kit import until
 
 import torch_ros
-from torch_ros import Cast, Float8
+from torch_ros import MXFP8, Cast, Float8
 from torch_ros.channels.addresses import Listen, place
 from torch_ros.copies import buffers as copy_buffers
 from torch_ros.copies.buffers import CopyBuffers, Copying
@@ -36,6 +36,7 @@ def tensors(device, fill):
         "half": torch.full((300, 77), fill, device=device, dtype=torch.bfloat16),
         "column": torch.full((256, 64), fill, device=device)[:, 5:21],
         "scalar": torch.tensor(fill, device=device),
+        "blocks": torch.full((300, 128), fill, device=device),
         "empty": torch.empty(0, 3, device=device),
     }
     return made | {"host": torch.full((100,), fill)}
@@ -118,7 +119,14 @@ def test_a_retained_version_goes_from_device_to_host_memory(etcd_endpoint):
 
 @pytest.mark.parametrize("to", [None, "cpu"])
 @pytest.mark.parametrize(
-    "transforms", [[], [Cast(torch.bfloat16)], [Float8(["*"]), Cast(torch.bfloat16)], [BLOCKS]]
+    "transforms",
+    [
+        [],
+        [Cast(torch.bfloat16)],
+        [Float8(["*"]), Cast(torch.bfloat16)],
+        [BLOCKS],
+        [MXFP8(["blocks"]), Cast(torch.bfloat16)],
+    ],
 )
 def test_a_device_makes_the_copies_that_a_host_makes(monkeypatch, etcd_endpoint, transforms, to):
     monkeypatch.setattr(copy_buffers, "PIECE_BYTES", 100_000)

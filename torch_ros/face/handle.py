@@ -317,9 +317,9 @@ class ShardHandle:
             version: As for `publish`.
             named_tensors: As for `register`.
             transform: Makes the tensors that are published in the place of these: `torch_ros.Cast`,
-                `torch_ros.Float8`, or a `torch_ros.Transform` of your own. Of several, the first
-                that makes something of a tensor counts, so that `[Float8(...), Cast(...)]` casts
-                those that are not quantised. None: they are copied as they are.
+                `torch_ros.Float8`, `torch_ros.MXFP8`, or a `torch_ros.Transform` of your own. Of
+                several, the first that makes something of a tensor counts, so that `[Float8(...),
+                Cast(...)]` casts those that are not quantised. None: they are copied as they are.
             to: "cpu": copy tensors of a GPU to host memory, transformed there before, in pieces of
                 32 MiB that cross while others are made: the GPU has no buffer, and readers no
                 business with it. None: the buffers are where the tensors are.

@@ -7,11 +7,12 @@ import hashlib
 import json
 import sys
 
+import reference
 import torch
 from transformers import AutoModelForCausalLM
 
 import torch_ros
-from torch_ros import Float8
+from torch_ros import MXFP8, Float8
 from torch_ros.integrations.names import checkpoint_names
 
 PROMPTS = [[5, 17, 200, 999, 3], [11, 12, 13], [400, 401, 402, 403, 404, 405, 406, 7]]
@@ -80,6 +81,23 @@ def tensors_of(model, names, changes):
     return tensors
 
 
+def low_precision(asked):
+    """The transform that a command asks for, if it does."""
+    if "float8" in asked:
+        return Float8(asked["float8"])
+    if "mxfp8" in asked:
+        return MXFP8(*asked["mxfp8"])
+    return None
+
+
+@torch.no_grad()
+def round_as(transform, model):
+    """Give it the weights that an engine computes with, by compressed-tensors' own account."""
+    for fqn, one in model.named_parameters():
+        if isinstance(transform, MXFP8) and transform.outputs(fqn, one.dtype, tuple(one.shape)):
+            one.copy_(reference.values("MXFP8", one))
+
+
 def main(path, name, endpoint, options):
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -92,8 +110,10 @@ def main(path, name, endpoint, options):
         if (version := asked.get("publish")) is not None:
             step(model, asked.get("seed", version), asked.get("share", 1.0))
             tensors = tensors_of(model, asked.get("names", "parameters"), asked)
-            if "float8" in asked:
-                handle.publish_copy(version, tensors, transform=Float8(asked["float8"]))
+            transform = low_precision(asked)
+            if transform is not None:
+                handle.publish_copy(version, tensors, transform=transform)
+                round_as(transform, model)
             else:
                 handle.register(tensors)
                 handle.publish(version)

@@ -47,6 +47,16 @@ def takes(transform: Quantising, fqn: str, dtype: torch.dtype, shape: Shape) -> 
     return is_matrix and matches(fqn, transform.names) and not matches(fqn, transform.keep)
 
 
+def require_whole_blocks(transform: Quantising, fqn: str, shape: Shape, size: int) -> None:
+    """Raises: UsageError: The last block of a row would be smaller than the others."""
+    if shape[-1] % size:
+        raise UsageError(
+            f"tensor {fqn!r} of shape {list(shape)}: expected rows of a multiple of {size} "
+            f"elements, which {type(transform).__name__} has a scale for; name it in keep, and "
+            "in the ignore list of the engine's quantization_config"
+        )
+
+
 def in_pieces(
     box: torch.Tensor, outputs: Mapping[str, MadeTensor], made: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]:

