@@ -408,6 +408,20 @@ def test_a_version_that_fits_one_of_both_changes_neither(drafting, trainer, chan
     assert trainer.handle.installs()["engine"].active.version == 1
 
 
+def test_a_draft_of_a_model_of_its_own_goes_to_the_latest_of_that(drafting, trainer, place):
+    named = place | {"linger_s": 0}
+    with torch_ros.open("heads", **named) as heads, torch_ros.open("heads", **named) as reader:
+        options = InstallOptions(relay=False, on_failure="keep")
+        drafting.installer._draft = drafts = Installer(reader, Toy(drafting.draft), options)
+        for version, head in [(1, 7), (2, 8), (3, 8)]:
+            if head != drafts.active:
+                heads.publish_copy(head, {"mtp": torch.full((4,), float(head))})
+            published = trainer.publish(version)
+            drafting.installer.install(version, 20)
+            assert drafting.engine.has(published)
+            assert drafting.draft.mtp.weight.tolist() == [head] * 4
+
+
 # -- refused, before anything is written
 
 

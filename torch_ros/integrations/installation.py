@@ -200,6 +200,7 @@ class Installer:
         teller: The handle, if it was opened with `installs=True`: who waits for a version is told.
         draft: Of an engine's draft model, which gets each version first: if it does not fit there,
             it is refused before a byte is written to the engine. With other parameters than this.
+            One with a handle of another model goes to the latest version of that.
     """
 
     options: InstallOptions
@@ -271,7 +272,9 @@ class Installer:
                 kept.update(self._all.step(lambda: _copy(self._engine.state())))
             extent = self._extent(look)
             if (draft := self._draft) is not None:
-                self._all.step(lambda: draft.install(number, watch.left_s))
+                is_part = draft.handle.model == self.handle.model
+                which = number if is_part else "latest"
+                self._all.step(lambda: draft.install(which, watch.left_s))
             return self._write(number, look, extent, watch)
 
         try:

@@ -19,12 +19,15 @@ log: logging.Logger = log_of("vllm.torch_ros")  # vLLM configures its own logger
 MTP = "mtp"  # vLLM's method whose draft is a part of the target's checkpoint
 
 
-def vet(engine: Any, draft: torch.nn.Module | None, chosen: Draft | None) -> None:
+def vet(
+    engine: Any, draft: torch.nn.Module | None, chosen: Draft | None, model: str | None
+) -> None:
     """Refuse to leave the weights of a draft as they are, unless that is what was chosen.
 
     Args:
         engine: vLLM's weight transfer engine.
         draft: The draft model that the worker has loaded; None: none, or one without weights.
+        model: The name under which versions of the draft are published, if it is one of its own.
 
     Raises: NotSupported: The draft cannot follow, or nobody has said that it need not.
     """
@@ -33,11 +36,12 @@ def vet(engine: Any, draft: torch.nn.Module | None, chosen: Draft | None) -> Non
     method = engine.vllm_config.speculative_config.method
     name = f"{type(draft).__name__}, the draft of this engine ({method})"
     keep = 'draft="keep" leaves it as it is: ever fewer of its tokens are accepted'
+    follow = 'draft="follow"' if method == MTP else 'draft="follow" with draft_model=NAME'
     if chosen is None:
-        advice = f'draft="follow" updates it with the engine, and {keep}'
-        raise NotSupported(f"torch_ros with {name}", advice if method == MTP else f"pass {keep}")
-    if chosen == "follow" and method != MTP:
-        raise NotSupported(f'draft="follow" with {name}, which is no part of a version', keep)
+        advice = f"pass {follow}, which updates it with the engine; {keep}"
+        raise NotSupported(f"torch_ros with {name}", advice)
+    if chosen == "follow" and (model is None) != (method == MTP):
+        raise NotSupported(f"draft_model={model!r} with {name}", f"pass {follow}; {keep}")
     if chosen == "keep":
         log.warning("%s keeps the weights that it has: ever fewer of its tokens are accepted", name)
 
@@ -49,14 +53,17 @@ def own_names(draft: torch.nn.Module, target: torch.nn.Module) -> set[str]:
 
 
 class DraftModel(VLLMModel):
-    """A draft that is a part of the target's checkpoint: it takes its own layers of a version.
+    """A draft, which takes its own layers of a version; what both share comes with the target.
 
-    What both share, such as the embedding, comes with the target.
+    Args:
+        is_part: Versions are the target's, with all tensors of both; else the draft's own.
     """
 
-    def __init__(self, draft: torch.nn.Module, target: torch.nn.Module, **named: Any) -> None:
+    def __init__(
+        self, draft: torch.nn.Module, target: torch.nn.Module, *, is_part: bool, **named: Any
+    ) -> None:
         super().__init__(draft, **named)
-        self._target = target
+        self._target, self._is_part = target, is_part
 
     def record(self, contents: Contents) -> Recording:
         shared = self._shared()
@@ -73,6 +80,7 @@ class DraftModel(VLLMModel):
             unwritten=_without(found.unwritten, shared),
             filled=_without(found.filled, shared),
             replaced=tuple(name for name in found.replaced if name not in shared),
+            partial={**found.partial, **dict.fromkeys(theirs, ())},
         )
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -83,9 +91,9 @@ class DraftModel(VLLMModel):
         there = {id(one) for one in (*self._target.parameters(), *self._target.buffers())}
         return {name for name, one in super().state().items() if id(one) in there}
 
-    def may_lack(self, _fqn: str) -> bool:
-        """Everything: the target sees to it that all of a version has a place."""
-        return True
+    def may_lack(self, fqn: str) -> bool:
+        """Of the target's versions, everything: the target sees to it that all has a place."""
+        return self._is_part or super().may_lack(fqn)
 
 
 def _without(found: Mapping[str, Any], names: set[str]) -> dict[str, Any]:

@@ -48,6 +48,8 @@ class ROSInitInfo(WeightTransferInitInfo):
         draft: Of an engine with a draft model, which is refused without it. "follow": its MTP
             layers come with each version, before the engine's own, through a handle of their own,
             NAME-draft; "keep": it stays as it is.
+        draft_model: The name under which versions of a draft are published that is no MTP layer:
+            with "follow", each update brings the latest of these first.
         timeout_s: For `init_weight_transfer_engine`, and for each update that names none.
 
     The rest is as for `attach`, or in `InstallOptions`.
@@ -64,6 +66,7 @@ class ROSInitInfo(WeightTransferInitInfo):
     cast: bool = True
     ignore: list[str] = field(default_factory=list)
     draft: Draft | None = None
+    draft_model: str | None = None
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
@@ -79,6 +82,7 @@ class ROSInitInfo(WeightTransferInitInfo):
                 "expected none of these, which are of a replica; an engine of a bucket is none"
             )
         arguments.optional(arguments.one_of(get_args(Draft)))("draft", self.draft)
+        arguments.optional(arguments.text)("draft_model", self.draft_model)
         self.install_options()
 
     def install_options(self) -> InstallOptions:
@@ -233,23 +237,24 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
         if info.draft != "follow" or self.draft is None:
             return None
         config = self.vllm_config.speculative_config.draft_model_config
-        model = DraftModel(self.draft, self.model, model_config=config, **known)
+        is_part, name = info.draft_model is None, info.draft_model or info.model
+        model = DraftModel(self.draft, self.model, is_part=is_part, model_config=config, **known)
         how = replace(info.install_options(), relay=False, on_failure="keep")  # it is small
         if info.bucket is not None:
-            return Installer(BucketVersions(info.bucket, info.model, ranks.rank), model, how, ranks)
-        return Installer(self._handle(info, ranks, is_draft=True), model, how, ranks)
+            return Installer(BucketVersions(info.bucket, name, ranks.rank), model, how, ranks)
+        return Installer(self._handle(info, ranks, draft=name), model, how, ranks)
 
     def _handle(
-        self, info: ROSInitInfo, ranks: Ranks, *, is_draft: bool = False
+        self, info: ROSInitInfo, ranks: Ranks, *, draft: str | None = None
     ) -> "torch_ros.ShardHandle":
         options = {"timeout_s": info.timeout_s, **info.options, "replica": info.replica}
         if self._is_data_parallel:
             options["replica"] = f"{info.replica}-dp{self.parallel_config.data_parallel_index}"
         place = {"rank": ranks.rank, "world_size": ranks.size}
-        if is_draft:
+        if draft is not None:
             replica = options["replica"] and f"{options['replica']}-draft"
             options |= {"replica": replica, "spot": True, "retain": ()}
-        return torch_ros.open(info.model, **options, **place, installs=not is_draft)
+        return torch_ros.open(draft or info.model, **options, **place, installs=draft is None)
 
     def _install(self, info: ROSUpdateInfo) -> None:
         if self._installer is None:
@@ -269,7 +274,7 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
         parallel, ranks = self.parallel_config, self._ranks
         if info.draft == "follow" and len(set(ranks.gather(self.draft is None))) > 1:
             raise NotSupported('draft="follow" with pipeline parallelism', 'pass draft="keep"')
-        vet(self, self.draft, info.draft)
+        vet(self, self.draft, info.draft, info.draft_model)
         if parallel.enable_eplb:
             raise NotSupported("torch_ros with EPLB, which moves experts", "set enable_eplb=False")
         is_named = info.replica is not None or info.bucket is not None

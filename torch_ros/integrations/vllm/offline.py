@@ -46,7 +46,7 @@ def attach(
             what that raises, and what `fleet` does while etcd is away, and hand out nothing then.
             None: `update` alone brings versions.
         init_info: `behind_max`, and the other fields of `ROSInitInfo`: buffer_bytes, direct, relay,
-            on_failure, cast, ignore, timeout_s.
+            on_failure, cast, ignore, draft, draft_model, timeout_s.
 
     Raises:
         TorchRosError: As `torch_ros.open`, and for what cannot be: EPLB, relay with sleep mode.
