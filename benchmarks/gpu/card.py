@@ -85,6 +85,10 @@ class Card:
     def give_back(self) -> None:
         """Have torch's allocator give segments back that it does not use."""
 
+    def grows(self) -> bool:
+        """Whether segments of torch's allocator can."""
+        return False
+
     def used_bytes(self) -> int:
         """By all processes."""
         return 0
@@ -131,6 +135,10 @@ class Gpu(Card):
 
     def give_back(self) -> None:
         torch.cuda.empty_cache()
+
+    def grows(self) -> bool:
+        segments = torch.cuda.memory_snapshot(include_traces=False)
+        return any(segment.get("is_expandable") for segment in segments)
 
     def used_bytes(self) -> int:
         free, total = torch.cuda.mem_get_info()

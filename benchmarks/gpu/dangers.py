@@ -189,6 +189,8 @@ def works(what: str, call: Callable[[], object]) -> Row:
 def expandable(card: Card) -> Iterator[Row]:
     """Segments that can grow, at both ends."""
     with pair(card) as two:
+        is_met = card.grows() if card.is_gpu else None
+        yield outcome("segments can grow", card.grows(), "True", is_met=is_met)
         own_s = two.child.ask("it", "copy")
         taken_s: list[float] = []
         tried = attempted(lambda: taken_s.extend((two.moved(), two.moved())))

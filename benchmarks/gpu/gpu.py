@@ -33,7 +33,9 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from harness import etcd_at  # noqa: E402
 
 TCP = {"TORCH_ROS_TRANSPORT": "tcp", "TORCH_ROS_LISTEN": "127.0.0.1"}
-GROWING = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+GROWING = dict.fromkeys(  # the name of today, and that of before
+    ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True"
+)
 CPU_SCALE = 1 / 512  # 16 MiB in place of 8 GiB
 PATIENCE = {"cuda": 1, "cpu": 3}  # times the limits
 BEGIN_S = 60.0  # for imports, before a piece's own time
@@ -56,6 +58,7 @@ PIECES = (
     Piece("loop", "loop:loop", 80),
     Piece("copies", "speeds:copies", 40),
     Piece("ways", "ways:ways", 45),
+    Piece("batching", "loop:batching", 40),
     Piece("digests", "speeds:digests", 20),
     Piece("expandable", "dangers:expandable", 40, GROWING),
     Piece("tests", "machine:tests", 90),

@@ -42,6 +42,22 @@ def tokens(model: Any) -> list[int]:
     return [*map(int, said[0])]
 
 
+def batch(model: Any) -> list[list[int]]:
+    """Continuous batching, with a manager that stays, and with it whatever it has captured."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: PLC0415
+
+    greedy = GenerationConfig(max_new_tokens=16, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    small = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=256)
+    made = model.generate_batch(
+        [[*range(40, 56)], [*range(60, 80)]],
+        generation_config=greedy,
+        continuous_batching_config=small,
+        persistent_manager=True,
+        progress_bar=False,
+    )
+    return [made[name].generated_tokens for name in sorted(made)]
+
+
 def bits(model: torch.nn.Module) -> int:
     """A sum over all weights, which another weight changes."""
     shards = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
@@ -72,8 +88,24 @@ class Rollout:
         assert report is not None
         return {"elapsed_s": elapsed_s, **report.stages_s}
 
+    def follow(self, last: int) -> list[dict[str, float]]:
+        """Go to the newest version again and again, until this one; the times of each."""
+        handle = self._handle
+        assert handle is not None
+        found = []
+        for version in handle.follow("latest"):
+            report = handle.last_read
+            assert report is not None
+            found.append({"elapsed_s": report.elapsed_s, **report.stages_s})
+            if version == last:
+                break
+        return found
+
     def says(self) -> tuple[list[int], int]:
         return tokens(self._model), bits(self._model)
+
+    def batch(self) -> list[list[int]]:
+        return batch(self._model)
 
     def peak_bytes(self) -> int:
         return self._card.peak_bytes()
@@ -165,24 +197,19 @@ def loop(card: Card) -> Iterator[Row]:
 def published(
     training: Training, handle: torch_ros.ShardHandle, child: Child, alone_s: float
 ) -> Iterator[Row]:
-    """Each version is read while the next step computes."""
-    reads: list[dict[str, float]] = []
-    is_reading = False
+    """Versions are read while the next step computes."""
 
     def publish() -> None:
-        nonlocal is_reading
-        if is_reading:
-            reads.append(child.hear())
         training.version += 1
         handle.publish(training.version)
-        child.tell("it", "update", (training.version,))
-        is_reading = True
 
+    child.tell("it", "follow", (WARM_UP + STEPS,))
     with_s = training.steps(publish)
-    reads.append(child.hear())
+    reads = child.hear()
+    yield Row("versions that were read", f"{len(reads)} of {WARM_UP + STEPS}")
     yield Row("a step, published and read", f"{1e3 * with_s:.1f} ms", alone_s / with_s)
     for stage in ("elapsed_s", "read"):
-        usual_s = median(each[stage] for each in reads[WARM_UP:])
+        usual_s = median(each[stage] for each in reads[-STEPS:])
         yield Row(f"update, {stage.removesuffix('_s')}", f"{1e3 * usual_s:.1f} ms")
     for kind in ("PublishReport", "DrainReport"):
         found = [each.elapsed_s for each in handle.reports if type(each).__name__ == kind]
@@ -241,3 +268,30 @@ def killed(
     yield outcome(
         "another rollout says the same", f"{is_same}, after {took_s:.1f} s", "True", is_met=is_same
     )
+
+
+def batching(card: Card) -> Iterator[Row]:
+    """Continuous batching goes on over weights that are read in place, also by what it captured."""
+    name = f"batching-{secrets.token_hex(4)}"
+
+    def rollout() -> Actors:
+        return {"it": Rollout(card, name)}
+
+    said = []
+    with started({"rollout": rollout}, "fork") as (child,):
+        model = build(card, seed=0)
+        with torch_ros.open(name, replica="trainer") as handle, torch.no_grad():
+            handle.register(model)
+            child.ask("it", "begin", "rollout")
+            child.ask("it", "batch")  # of other weights
+            for version in (1, 2):
+                handle.unpublish()
+                for parameter in model.parameters():
+                    parameter.copy_(torch.randn_like(parameter) * 0.02)
+                handle.publish(version)
+                child.ask("it", "update", version)
+                said.append(batch(model))
+                is_met = child.ask("it", "batch") == said[-1]
+                yield outcome(f"tokens of version {version}", is_met, "True", is_met=is_met)
+        is_met = said[0] != said[1]
+        yield outcome("versions say different tokens", is_met, "True", is_met=is_met)

@@ -13,7 +13,7 @@ from card import Card, Row, outcome, speed
 from torch_ros.p2p.ucx import has_gpu
 
 ROOT = Path(__file__).parents[2]
-TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "60", "tests/gpu")
+TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "4", "--timeout", "60")
 
 
 def machine(card: Card) -> Iterator[Row]:
@@ -39,7 +39,7 @@ def machine(card: Card) -> Iterator[Row]:
 def tests(card: Card) -> Iterator[Row]:
     """`tests/gpu`, which a CPU skips."""
     done = subprocess.run(
-        [sys.executable, *TESTS], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, *TESTS, "tests/gpu"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     lines = (done.stdout + done.stderr).strip().splitlines()
     for line in lines:

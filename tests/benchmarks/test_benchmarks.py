@@ -40,12 +40,13 @@ multiprocessing.get_context = lambda _: context
 sys.argv[1:3] = ["--only", part]
 bench.main()
 """
+ON_A_CPU = "machine loop copies ways batching digests deltas graphs memory fork"
 PROGRAMS = (
     "bench.py --only planning --size-mib 32 --repeat 1",
     "control.py --ranks 1 2 --rounds 1 --replicas 2 4",
     "costs.py --repeat 1",
     "delta.py --size-mib 2 --rounds 1",
-    "gpu/gpu.py --device cpu --only machine loop copies ways digests deltas graphs memory fork",
+    f"gpu/gpu.py --device cpu --only {ON_A_CPU}",
     "scale/scale.py --n 3 --only burst --rules both --workers 1",
     "store.py --ranks 2 --rounds 5",
     "updates.py --size-mib 8 --tensors 4 --rounds 1 --shares 0.01",
