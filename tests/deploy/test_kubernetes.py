@@ -11,8 +11,8 @@ from itertools import chain
 import pytest
 from kit import until
 
-pytest.importorskip("helm_python", reason="helm-python-sdk is not installed: extra `test`")
-pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed: `test`")
+pytest.importorskip("helm_python", reason="helm-python-sdk is not installed: extra `deploy`")
+pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed: `deploy`")
 
 import helm_python
 import kubernetes_validate
