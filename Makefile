@@ -12,6 +12,8 @@ VERL := .venv-verl
 INSTALLED_VERL := $(VERL)/.installed
 VLLM := .venv-vllm
 INSTALLED_VLLM := $(VLLM)/.installed
+PEERS := .venv-peers
+INSTALLED_PEERS := $(PEERS)/.installed
 INSTALL := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt --editable
 
 # `make test-matrix`: Python:torch, see tests/matrix.py. `make test` runs 3.11 with the torch of
@@ -21,7 +23,7 @@ ROWS ?= 3.11:2.13.0 3.11:lowest
 # Some images set it; then each of the hundreds of processes of a test run compiles the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-vllm test test-all test-engines test-matrix package sim sim-faults history scale lint docs bench bench-control gpu clean
+.PHONY: help demo demo-vllm test test-all test-engines test-matrix package sim sim-faults history scale lint docs bench bench-control bench-peers gpu clean
 
 # `make test` and `make test-all`: processes that run tests. They wait more than they compute.
 WORKERS ?= 4
@@ -46,6 +48,12 @@ SUBJECTS_SINCE := 2026-11-22T13:00:00Z
 # `make bench`: how large a version is, and how often everything is measured.
 SIZE_MIB ?= 1024
 REPEAT ?= 5
+
+# `make bench-peers`: turns of each peer, and where the findings go, in JSON.
+ROUNDS ?= 3
+OUT ?=
+# The release wants libraries of a GPU. Its main does not: git+file:///a/clone@commit
+TORCHSTORE ?= torchstore==0.1.2
 
 help:
 	@echo "make demo   train a small model and follow it with two rollouts; about a minute, and the"
@@ -78,6 +86,9 @@ help:
 	@echo "            speeds beside what people use today; writes docs/benchmarks, in some minutes"
 	@echo "make bench-control"
 	@echo "            what the calls cost in etcd, and bursts of up to 128 replicas"
+	@echo "make bench-peers SIZE_MIB=1024 REPEAT=5 ROUNDS=3 OUT= TORCHSTORE="
+	@echo "            torch_ros beside Ray, Mooncake, TorchStore and others, in $(PEERS), 1 GB more;"
+	@echo "            an hour"
 	@echo "make gpu    what one GPU does, and what goes wrong on one; five minutes"
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -124,6 +135,21 @@ $(INSTALLED_VLLM): pyproject.toml tests/engines/vllm.txt
 	$(VLLM)/bin/pip install --disable-pip-version-check --constraint tests/engines/vllm.txt torch
 	$(VLLM)/bin/pip install --disable-pip-version-check --no-deps --requirement tests/engines/vllm.txt
 	$(VLLM)/bin/pip install --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+# As for $(VERL). Mooncake asks for libibverbs even for TCP; NIXL has one, under a name of its own.
+VERBS := $(abspath $(VENV))/lib/python3.*/site-packages/nixl_cu12.libs
+$(INSTALLED_PEERS): $(INSTALLED) benchmarks/peers/requirements.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(BIN)/python -c 'import sysconfig; p = sysconfig.get_path("purelib"); \
+		print(f"import site; site.addsitedir({p!r})")' > $(PEERS)/below.pth
+	mv $(PEERS)/below.pth $(PEERS)/lib/python3.*/site-packages
+	$(PEERS)/bin/pip install --disable-pip-version-check --no-deps \
+		--requirement benchmarks/peers/requirements.txt
+	$(PEERS)/bin/pip install --disable-pip-version-check --no-deps $(TORCHSTORE)
+	mkdir -p $(PEERS)/verbs
+	ln -sf $(VERBS)/libnl-* $(PEERS)/verbs
+	ln -sf $(VERBS)/libibverbs-*.so.* $(PEERS)/verbs/libibverbs.so.1
 	@touch $@
 
 demo: $(INSTALLED_DEMO)
@@ -183,8 +209,12 @@ bench: $(INSTALLED)
 bench-control: $(INSTALLED)
 	$(BIN)/python benchmarks/control.py
 
+bench-peers: $(INSTALLED_PEERS)
+	$(PEERS)/bin/python benchmarks/beside.py --size-mib $(SIZE_MIB) --repeat $(REPEAT) \
+		--rounds $(ROUNDS) $(if $(OUT),--out $(OUT))
+
 gpu: $(INSTALLED)
 	$(BIN)/python benchmarks/gpu/gpu.py
 
 clean:
-	rm -rf $(VENV) $(VERL) $(VLLM)
+	rm -rf $(VENV) $(VERL) $(VLLM) $(PEERS)

@@ -2,6 +2,7 @@
 
 Nothing is expected of the figures. Not run: `bucket.py`, whose steps are long, `engine.py`, which
 needs vLLM, and `gpu/carried.py`, which downloads. The pieces for a GPU run on a CPU that stands in.
+`beside.py` has tests of its own.
 """
 
 import os
@@ -76,7 +77,15 @@ def test_no_part_and_no_program_is_left_out():
     is_program = 'if __name__ == "__main__"'
     paths = (path for path in BENCHMARKS.rglob("*.py") if is_program in path.read_text())
     found = {str(path.relative_to(BENCHMARKS)) for path in paths}
-    left_out = {"bucket.py", "engine.py", "gpu/carried.py", "plots.py", "report.py"}
+    left_out = {
+        "beside.py",
+        "bucket.py",
+        "engine.py",
+        "gpu/carried.py",
+        "plots.py",
+        "report.py",
+        "turn.py",
+    }
     assert found == {program.split()[0] for program in PROGRAMS} | left_out
     parts = re.findall(
         '^    "(.+)": [a-z_]+,$', (BENCHMARKS / "bench.py").read_text(), re.MULTILINE
