@@ -2,14 +2,17 @@
 
 # feature installs {
 import json
+import math
 import re
+import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from urllib.parse import parse_qsl, unquote
 
 from torch_ros import environment
-from torch_ros.errors import TorchRosError, UsageError
+from torch_ros.errors import BackendError, TorchRosError, UsageError
 from torch_ros.features.installs import ready
 from torch_ros.features.installs.ready import Probe, ReadyAnswer
 from torch_ros.fleet.fleet import Fleet, fleet_ranges
@@ -24,8 +27,12 @@ FORM = (
 )
 READY, MALFORMED, NOT_READY = 200, 400, 503
 ANSWER_S = 0.5  # of etcd, without which an engine is ready
+FRESH_S = 1.0  # for so long etcd's answer is kept: anybody may ask, and as often as he likes
 
 Newest = Callable[[], VersionRef | None]  # it asks etcd
+
+_asking = threading.Lock()  # etcd is asked one question at a time
+_answers: dict[tuple[str, str], tuple[float, VersionRef | BackendError | None]] = {}
 
 
 def ready_page(target: str, *, endpoint: str = "") -> tuple[int, str]:
@@ -33,7 +40,7 @@ def ready_page(target: str, *, endpoint: str = "") -> tuple[int, str]:
 
     It decides as `torch-ros ready` does, and reads this user's files on this host, of whatever
     replica is named: 200 if it is ready, else 503, also for a name that nobody here has. It may
-    wait half a second for etcd if it is asked with `?behind=K`, and needs no etcd otherwise.
+    wait a second for etcd if it is asked with `?behind=K`, and needs no etcd otherwise.
 
     Args:
         target: The path of the request and its query, percent-encoded as they came.
@@ -43,7 +50,7 @@ def ready_page(target: str, *, endpoint: str = "") -> tuple[int, str]:
         The status, and JSON with `is_ready`, `version` and `reason`. 400: a target of another form.
     """
     where = endpoint or environment.value(environment.ENDPOINT) or "local"
-    return answer(target, lambda probe: partial(newest_at, where, probe.model))
+    return answer(target, lambda probe: partial(_lately, where, probe.model))
 
 
 def answer(target: str, knows: Callable[[Probe], Newest | None]) -> tuple[int, str]:
@@ -62,8 +69,23 @@ def answer(target: str, knows: Callable[[Probe], Newest | None]) -> tuple[int, s
         told = ready.all_told(probe.model, probe.replica) if newest else []
         found = ready.decide(probe, list(map(ready.shown, told)), newest or (lambda: None))
     except (OSError, TorchRosError) as error:
-        return NOT_READY, _json(ReadyAnswer(None, str(error)))
+        return NOT_READY, _json(ReadyAnswer(None, str(error).partition(":")[0]))
     return NOT_READY if found.reason else READY, _json(found)
+
+
+def _lately(endpoint: str, model: str) -> VersionRef | None:
+    """As `newest_at`, whose answer or failure holds for `FRESH_S`."""
+    with _asking:
+        asked_s, found = _answers.get((endpoint, model), (-math.inf, None))
+        if time.monotonic() - asked_s >= FRESH_S:
+            try:
+                found = newest_at(endpoint, model)
+            except BackendError as error:
+                found = error
+            _answers[endpoint, model] = time.monotonic(), found
+    if isinstance(found, BackendError):
+        raise found
+    return found
 
 
 def newest_at(endpoint: str, model: str) -> VersionRef | None:

@@ -79,7 +79,7 @@ def _beside(page: Page, ready: Ready) -> Page:
     """The answers to probes, below /ready/, and a page for all other paths."""
 
     def routed(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if not environ[TARGET].startswith("/ready"):
+        if not f"{environ[TARGET]}/".startswith("/ready/"):
             return page(environ, start_response)
         status, said = ready(environ[TARGET])
         headers = {"Content-Type": "application/json", "Cache-Control": "no-store"}

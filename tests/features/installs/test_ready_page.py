@@ -54,6 +54,20 @@ def test_it_says_how_far_behind_an_engine_is(opened, trainer, endpoint):
     assert page(handle, "?behind=1", endpoint) == (503, said(1, "it uses version 1, 2 behind"))
 
 
+def test_etcd_is_asked_once_a_second_however_many_ask(opened, trainer, endpoint, monkeypatch):
+    handle, asked = engine(opened), []
+    install(handle, 1)
+    own = ready_page.newest_at
+    monkeypatch.setattr(ready_page, "newest_at", lambda *of: asked.append(of) or own(*of))
+    for _ in range(3):
+        assert page(handle, "?behind=0", endpoint)[0] == 200
+        assert page(handle, "?behind=0", AWAY)[0] == 200  # its silence is kept, too
+    assert asked == [(endpoint, handle.model), (AWAY, handle.model)]
+    monkeypatch.setattr(ready_page, "FRESH_S", 0)
+    assert page(handle, "?behind=0", endpoint)[0] == 200
+    assert len(asked) == 3
+
+
 def test_an_etcd_that_is_away_makes_nobody_unready(opened, trainer, monkeypatch):
     handle = engine(opened)
     install(handle, 1)
