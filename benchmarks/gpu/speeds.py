@@ -8,7 +8,7 @@ import torch
 from card import Card, Row, outcome, speed
 
 import torch_ros
-from torch_ros import Cast, Float8
+from torch_ros import MXFP8, Cast, Float8
 from torch_ros.weights.digest import digest
 
 COPY, MADE, HOST = 0.7, 0.3, 0.8  # aims: of a copy, of float8, of a copy to the host
@@ -37,6 +37,7 @@ def copies(card: Card) -> Iterator[Row]:
         ("publish_copy, Cast(float16)", Cast(torch.float16), MADE),
         ("publish_copy, Float8 by rows", Float8(["*"]), MADE),
         ("publish_copy, Float8 by blocks", Float8(["*"], block=(128, 128)), MADE),
+        ("publish_copy, MXFP8", MXFP8(["*"]), MADE),
     ):
         yield speed(what, size, published_s(card, tensors, transform=transform), own_s, aim)
         card.give_back()
