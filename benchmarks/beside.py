@@ -185,7 +185,7 @@ def spread(middle: float, low: float, high: float, *, decimals: int = 0) -> str:
 
 
 def draw(found: Mapping[str, Any], file: Path) -> None:
-    """A panel for each case, a bar for each peer, whose line is the range of the rounds."""
+    """A panel for each case, a point for each peer, whose line is the range of the rounds."""
     ran = {
         case: sorted(
             (overall(each["turns"], "last"), each["name"])
@@ -197,15 +197,17 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
     with mpl.rc_context(STYLE):
         counts = [max(len(rows), 1) for rows in ran.values()]
         figure = Figure(figsize=(7.5, 0.9 * len(ran) + 0.22 * sum(counts)), layout="constrained")
-        panels = figure.subplots(len(ran), 1, squeeze=False, height_ratios=counts)[:, 0]
+        laid = {"squeeze": False, "sharex": True, "height_ratios": counts}
+        panels = figure.subplots(len(ran), 1, **laid)[:, 0]
         for axes, (case, rows) in zip(panels, ran.items(), strict=True):
             for place, ((middle, low, high), name) in enumerate(rows):
                 colour = OURS_COLOUR if name.startswith("torch_ros") else THEIRS
-                axes.barh(place, middle, color=colour)
-                axes.plot([low, high], [place, place], color="black", linewidth=1)
+                axes.plot([low, high], [place, place], color=colour)
+                axes.plot(middle, place, "o", color=colour)
             axes.set_yticks(range(len(rows)), [name for _, name in rows])
             axes.invert_yaxis()
             axes.set_xscale("log")
+            axes.grid(axis="y", color="#e0e0e0", linewidth=0.5)
             axes.set_title(TITLES[case], fontsize=9, loc="left")
         panels[-1].set_xlabel("ms until the last rollout has the version")
         figure.savefig(file, metadata={"Date": None}, facecolor="white")
