@@ -213,11 +213,13 @@ def secrets_of(folder):
     }
 
 
-def test_a_user_is_made_again_where_clients_show_no_certificate(running_etcd, tmp_path):
-    """etcd then takes nobody's word for its health but a user's."""
-    passwords = {"ROOT_PASSWORD_FILE": "of-root", "PASSWORD_FILE": "of-policy"}
-    for name in passwords.values():
-        (tmp_path / name).write_text(name)
+@pytest.fixture
+def role(running_etcd, tmp_path):
+    """Run role.sh for `policy`, and etcdctl as somebody, on an etcd whose clients show nothing."""
+    passwords = {"ROOT_PASSWORD_FILE": "root", "PASSWORD_FILE": "ros-policy"}
+    files = {variable: tmp_path / name for variable, name in passwords.items()}
+    for path in files.values():
+        path.write_text(path.name)
     with running_etcd(tmp_path / "etcd", "--bcrypt-cost", "4") as server:
         environment = {
             "PATH": f"{etcd_programs()}:{os.environ['PATH']}",
@@ -225,14 +227,50 @@ def test_a_user_is_made_again_where_clients_show_no_certificate(running_etcd, tm
             "ETCDCTL_ENDPOINTS": server.host,
             "MODEL": "policy",
             "MODEL_USER": "ros-policy",
-            **{variable: str(tmp_path / name) for variable, name in passwords.items()},
+            **{variable: str(path) for variable, path in files.items()},
         }
-        for _ in range(2):
-            script = ["sh", CHART / "files" / "role.sh"]
-            done = subprocess.run(
-                script, env=environment, capture_output=True, text=True, timeout=30
+
+        def run(*command, user=None):
+            login = {"ETCDCTL_USER": f"{user}:{user}"} if user else {}
+            words = command or ("sh", CHART / "files" / "role.sh")
+            return subprocess.run(
+                words, env=environment | login, capture_output=True, text=True, timeout=30
             )
-            assert done.returncode == 0, done.stdout + done.stderr
+
+        yield run
+
+
+def test_a_user_is_made_again_where_clients_show_no_certificate(role):
+    """etcd then takes nobody's word for its health but a user's."""
+    for _ in range(2):
+        done = role()
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_user_reads_no_keys_of_a_longer_name(role):
+    """Nor where the role was once given a prefix without an end."""
+    assert role().returncode == 0
+    old = ("--prefix=true", "readwrite", "/torch-ros-store/torchrun%2Fpolicy")
+    grant = ("etcdctl", "role", "grant-permission", "ros-policy", *old)
+    assert role(*grant, user="root").returncode == 0
+    theirs = "/torch-ros-store/torchrun%2Fpolicy-2/state"
+    assert role("etcdctl", "get", theirs, user="ros-policy").returncode == 0
+    assert role().returncode == 0
+    done = role("etcdctl", "get", theirs, user="ros-policy")
+    assert done.returncode != 0
+    assert "permission denied" in done.stderr
+    for key in ("torchrun%2Fpolicy/state", "torchrun%2Fpolicy%2Fround/state", "policy/state"):
+        mine = f"/torch-ros-store/{key}"
+        assert role("etcdctl", "put", mine, "1", user="ros-policy").returncode == 0, key
+
+
+def test_a_wrong_password_of_root_is_said(role, tmp_path):
+    assert role().returncode == 0
+    (tmp_path / "root").write_text("wrong")
+    script = (CHART / "files" / "role.sh").read_text()
+    done = role("sh", "-c", re.sub("^until.*?^done$", "", script, flags=re.DOTALL | re.MULTILINE))
+    assert done.returncode == 1
+    assert "invalid user ID or password" in done.stderr
 
 
 @pytest.fixture

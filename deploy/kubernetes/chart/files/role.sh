@@ -2,14 +2,20 @@
 set -eu
 root() { ETCDCTL_USER=root ETCDCTL_PASSWORD=$(cat "$ROOT_PASSWORD_FILE") etcdctl "$@"; }
 # One member is enough. With users, and without certificates, it answers only them.
-until { etcdctl endpoint health; root endpoint health; } 2>&1 | grep -q 'is healthy'; do
+until said=$({ etcdctl endpoint health || root endpoint health; } 2>&1) || true
+  echo "$said" | grep -q 'is healthy'
+do
+  echo "$said" >&2
   sleep 2
 done
 
-if root user list > /dev/null 2>&1; then  # etcd refuses a login before it has users
+if said=$(root user list 2>&1); then
   ask() { root "$@"; }
-else
+elif echo "$said" | grep -q 'authentication is not enabled'; then  # it has no users yet
   ask() { etcdctl "$@"; }
+else
+  echo "$said" >&2
+  exit 1
 fi
 has() { ask "$1" get "$2" > /dev/null 2>&1; }
 
@@ -20,9 +26,12 @@ ask user grant-role root root
 has user "$MODEL_USER" || ask user add "$MODEL_USER" --interactive=false < "$PASSWORD_FILE"
 ask user passwd "$MODEL_USER" --interactive=false < "$PASSWORD_FILE"
 has role "ros-$MODEL" || ask role add "ros-$MODEL"
-# The last two are those of torch's store and of torchrun's rendezvous, if they bear this name.
-for prefix in "/torch-ros/$MODEL/" "/torch-ros-store/$MODEL/" "/torch-ros-store/torchrun%2F$MODEL"; do
+# After the model's own: torch's store, torchrun's rendezvous, and its workers, if they bear this name.
+job="/torch-ros-store/torchrun%2F$MODEL"
+for prefix in "/torch-ros/$MODEL/" "/torch-ros-store/$MODEL/" "$job/" "$job%2F"; do
   ask role grant-permission "ros-$MODEL" --prefix=true readwrite "$prefix"
 done
+# Without an end, the name is also the beginning of other models' names.
+ask role revoke-permission "ros-$MODEL" --prefix=true "$job" > /dev/null 2>&1 || true
 ask user grant-role "$MODEL_USER" "ros-$MODEL"
 ask auth enable
