@@ -5,6 +5,8 @@ import os
 import re
 import shutil
 import subprocess
+import urllib.error
+import urllib.request
 from functools import partial
 from itertools import chain
 
@@ -271,6 +273,19 @@ def test_a_wrong_password_of_root_is_said(role, tmp_path):
     done = role("sh", "-c", re.sub("^until.*?^done$", "", script, flags=re.DOTALL | re.MULTILINE))
     assert done.returncode == 1
     assert "invalid user ID or password" in done.stderr
+
+
+def test_an_etcd_that_is_full_is_not_ended(running_etcd, tmp_path):
+    [container] = dict(pods(rendered()))["torch-ros-etcd"]["containers"]
+    with running_etcd(tmp_path / "etcd", "--quota-backend-bytes", "16384") as server:
+        command = [etcd_programs() / "etcdctl", f"--endpoints={server.host}", "put", "a"]
+        until(lambda: subprocess.run([*command, "b" * 9000], capture_output=True).returncode)
+        at = f"http://127.0.0.1:{server.metrics_port}"
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(at + "/health?serializable=true")
+        for probe in ("startupProbe", "livenessProbe"):
+            path = container[probe]["httpGet"]["path"]
+            assert urllib.request.urlopen(at + path).status == 200
 
 
 @pytest.fixture
