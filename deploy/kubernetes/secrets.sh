@@ -15,20 +15,29 @@ quiet() {
   rm log
 }
 new_key="-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
-[ -f ca.crt ] || quiet openssl req -x509 $new_key -days 3650 -subj "/CN=$release etcd CA" \
-  -keyout ca.key -out ca.crt
-
-names=DNS:localhost,IP:127.0.0.1
-for member in 0 1 2; do names=$names,DNS:$release-etcd-$member.$release-etcd; done
-for name in server client; do
-  [ -f $name.crt ] && continue
-  # The name must not be that of a user: etcd takes a certificate for a login if there is no other.
-  quiet openssl req $new_key -subj "/CN=torch-ros $name" -keyout $name.key -out $name.csr
-  echo "subjectAltName=$names" > $name.san
-  quiet openssl x509 -req -days 365 -in $name.csr -extfile $name.san \
-    -CA ca.crt -CAkey ca.key -CAcreateserial -out $name.crt
-  rm $name.csr $name.san
+# Members know one another by a CA of their own, so no client passes for one.
+for ca in ca peer-ca; do
+  [ -f $ca.crt ] || quiet openssl req -x509 $new_key -days 3650 -subj "/CN=$release etcd $ca" \
+    -keyout $ca.key -out $ca.crt
 done
+
+names=
+for member in 0 1 2; do names=$names${names:+,}DNS:$release-etcd-$member.$release-etcd; done
+
+certificate() { # NAME CA USES [NAMES]
+  [ -f "$1.crt" ] && return
+  # The name must not be that of a user: etcd takes a certificate for a login if there is no other.
+  quiet openssl req $new_key -subj "/CN=torch-ros $1" -keyout "$1.key" -out "$1.csr"
+  printf 'extendedKeyUsage=%s\n' "$3" > "$1.ext"
+  [ -z "${4-}" ] || printf 'subjectAltName=%s\n' "$4" >> "$1.ext"
+  quiet openssl x509 -req -days 365 -in "$1.csr" -extfile "$1.ext" \
+    -CA "$2.crt" -CAkey "$2.key" -CAcreateserial -out "$1.crt"
+  rm "$1.csr" "$1.ext"
+}
+# etcd's gateway for JSON calls its own server, with the server's certificate.
+certificate server ca serverAuth,clientAuth "DNS:localhost,$names"
+certificate client ca clientAuth
+certificate peer peer-ca serverAuth,clientAuth "$names"
 for name in root model; do
   [ -f $name.password ] || openssl rand -hex 24 > $name.password
 done
@@ -42,6 +51,7 @@ secret() { # NAME KEY FILE [KEY FILE]...
   done
 }
 secret "$release-etcd-server" ca.crt ca.crt tls.crt server.crt tls.key server.key
+secret "$release-etcd-peer" ca.crt peer-ca.crt tls.crt peer.crt tls.key peer.key
 secret "$release-etcd-client" ca.crt ca.crt tls.crt client.crt tls.key client.key
 secret "$release-etcd-root" password root.password
 secret "$release-etcd-model" password model.password

@@ -35,7 +35,10 @@ class Pods:
 
     def __enter__(self):
         hosts = self.folder / "hosts"
-        lines = ["127.0.0.1 localhost", *(f"{at} {name}" for name, at in self.names.items())]
+        # Connections come from 127.0.0.1, whichever address of loopback they go to.
+        lines = ["127.0.0.1 localhost"] + [
+            f"{each} {name}" for name, at in self.names.items() for each in (at, "127.0.0.1")
+        ]
         hosts.write_text("\n".join(lines) + "\n")
         begin = f"ip link set lo up && mount --bind {hosts} /etc/hosts && echo begins && read end"
         self._within = subprocess.Popen(
@@ -63,7 +66,7 @@ class Pods:
         def told(text):
             for variable, value in environment.items():
                 text = text.replace(f"$({variable})", value)
-            for place, here in places.items():
+            for place, here in sorted(places.items(), reverse=True):  # the longer first
                 text = text.replace(place, str(here))
             return text.replace("0.0.0.0", at)
 

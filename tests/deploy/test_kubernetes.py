@@ -300,6 +300,44 @@ def cluster(tmp_path):
         pytest.skip(f"no network of its own: {error}")
 
 
+def test_a_client_passes_for_no_server_nor_member(tmp_path):
+    """A certificate is good for what it was made for; none has an address of this machine."""
+    secrets_of(tmp_path)
+    keys = tmp_path / "keys"
+
+    def is_good(name, ca, use):
+        command = ["openssl", "verify", "-purpose", use, "-CAfile", keys / f"{ca}.crt"]
+        return subprocess.run([*command, keys / f"{name}.crt"], capture_output=True).returncode == 0
+
+    good = {
+        (name, ca, use)
+        for name in ("server", "client", "peer")
+        for ca in ("ca", "peer-ca")
+        for use in ("sslserver", "sslclient")
+        if is_good(name, ca, use)
+    }
+    assert good == {
+        ("server", "ca", "sslserver"),
+        ("server", "ca", "sslclient"),
+        ("client", "ca", "sslclient"),
+        ("peer", "peer-ca", "sslserver"),
+        ("peer", "peer-ca", "sslclient"),
+    }
+    for name in ("server", "client", "peer"):
+        show = ["openssl", "x509", "-noout", "-text", "-in", keys / f"{name}.crt"]
+        shown = subprocess.run(show, capture_output=True, text=True, check=True).stdout
+        assert "IP Address" not in shown
+        assert ("DNS:" in shown) == (name != "client")
+
+
+@pytest.mark.timeout(100)
+def test_members_take_one_another_and_the_user_is_made(cluster):
+    specs = dict(pods(rendered()))
+    for n in range(3):
+        cluster.start(f"torch-ros-etcd-{n}", f"127.0.1.{n + 1}", specs["torch-ros-etcd"])
+    assert cluster.run("role", "127.0.2.1", specs["torch-ros-role-1"]) == 0, cluster.said("role")
+
+
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_processes_of_the_manifests_work_together(cluster):
