@@ -189,6 +189,18 @@ def test_policies_open_the_ports_that_pods_listen_on_and_no_others(values):
         assert opened - listens <= figures, each["metadata"]["name"]
 
 
+def test_clients_of_engines_find_those_that_are_ready():
+    there = [each for each in rendered("rollout: {port: 8000}") if each["kind"] == "Service"]
+    found = {
+        each["metadata"]["name"]: each["spec"]
+        for each in there
+        if each["spec"]["selector"]["app.kubernetes.io/component"] == "rollout"
+    }
+    assert found["torch-ros-engines"]["ports"] == [{"name": "http", "port": 8000}]
+    assert "publishNotReadyAddresses" not in found["torch-ros-engines"]
+    assert found["torch-ros-rollout"]["publishNotReadyAddresses"]  # for who updates an engine
+
+
 def test_the_readme_is_short_and_its_files_are_there():
     text = (KUBERNETES / "README.md").read_text()
     assert len(re.findall(r"\S*\w\S*", text)) < 600
