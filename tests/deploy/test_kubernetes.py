@@ -201,6 +201,44 @@ def test_clients_of_engines_find_those_that_are_ready():
     assert found["torch-ros-rollout"]["publishNotReadyAddresses"]  # for who updates an engine
 
 
+def test_monitors_find_a_service_with_each_of_their_ports():
+    there = rendered("monitoring: {operator: true}\ntrainer: {processes: 2}")
+    [monitor] = (each["spec"] for each in there if each["kind"] == "ServiceMonitor")
+    wanted = monitor["selector"]["matchLabels"].items()
+    found = {
+        port["name"]
+        for each in there
+        if each["kind"] == "Service" and wanted <= each["metadata"]["labels"].items()
+        for port in each["spec"]["ports"]
+    }
+    assert {each["port"] for each in monitor["endpoints"]} == {"figures-0", "figures-1", "metrics"}
+    assert {each["port"] for each in monitor["endpoints"]} <= found
+
+
+def test_alerts_come_from_the_first_release_alone():
+    second = yaml.safe_load((KUBERNETES / "values" / "second-model.yaml").read_text())
+    second["monitoring"]["operator"] = True
+    kinds = [each["kind"] for each in rendered(yaml.safe_dump(second), "critic")]
+    assert "ServiceMonitor" in kinds
+    assert "PrometheusRule" not in kinds
+    assert "PrometheusRule" in [each["kind"] for each in rendered("monitoring: {operator: true}")]
+
+
+def test_what_is_not_trainer_or_rollout_may_go_to_nodes_of_its_own():
+    there = dict(pods(rendered("nodeSelector: {pool: cpus}\ntolerations: [{key: cpus}]")))
+    chosen = {name for name, spec in there.items() if spec.get("nodeSelector") == {"pool": "cpus"}}
+    assert chosen == {"torch-ros-etcd", "torch-ros-exporter", "torch-ros-role-1"}
+    assert all(there[name]["tolerations"] == [{"key": "cpus"}] for name in chosen)
+
+
+@pytest.mark.parametrize("values", ALL)
+def test_pod_security_may_be_restricted(values):
+    """What IPC_LOCK is for a user who is not root: nothing, and refused."""
+    for name, spec in pods(rendered(values)):
+        for container in spec["containers"]:
+            assert not container["securityContext"]["capabilities"].get("add"), name
+
+
 def test_the_readme_is_short_and_its_files_are_there():
     text = (KUBERNETES / "README.md").read_text()
     assert len(re.findall(r"\S*\w\S*", text)) < 600

@@ -42,6 +42,15 @@ securityContext:
   seccompProfile: {type: RuntimeDefault}
 {{- end }}
 
+{{- define "torch-ros.where" -}}
+{{- with .Values.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
 {{- define "torch-ros.env" -}}
 - {name: TORCH_ROS_ENDPOINT, value: {{ include "torch-ros.endpoint" . | quote }}}
 - {name: TORCH_ROS_ETCD_CA, value: /etc/torch-ros/client/ca.crt}
