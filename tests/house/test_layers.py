@@ -72,7 +72,7 @@ ARROWS = {  # folder -> what it may import besides itself, the ground and the st
         "rich",
     },
     "dcp": {"copies", "face", "features", "shard", "transfer", "weights", "torch"},
-    "integrations": {"bucket", "public", "torch"},
+    "integrations": {"bucket", "checkpoints", "public", "torch"},
     "integrations/vllm": {"public", "integrations", "torch"},
 }
 ON_THE_GROUND = {"errors", "printable", "numpy"}  # what the ground's modules may import

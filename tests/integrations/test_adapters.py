@@ -134,6 +134,12 @@ def test_several_active_adapters_are_refused():
         adapter_tensors(model, "code")
 
 
+def test_an_adapter_has_the_name_of_a_module():
+    model = adapted("math")
+    model.add("model", config(["q_proj"]))
+    assert shapes(adapter_tensors(model, "model")).keys() < SAVED.keys()
+
+
 def test_an_adapter_that_is_not_there_is_refused_by_name():
     with pytest.raises(UsageError, match=r"'law'.*found \['code'\]"):
         adapter_tensors(adapted("code"), "law")

@@ -30,6 +30,10 @@ class Scheduler:
         self.can_reset_connector, self.ended = True, []
         self.pause_state = PauseState.UNPAUSED
 
+    @property
+    def requests(self):
+        return {one.request_id: one for one in self.running if hasattr(one, "request_id")}
+
     def reset(self, reset_running_requests, reset_connector):
         if reset_running_requests:
             self.running = []
@@ -53,7 +57,7 @@ class TransferEngine:
     """Our part of a worker."""
 
     def __init__(self, core):
-        self.active, self._core = None, core
+        self.active, self.uid, self._core = None, "", core
 
     def withdraw(self):
         self._core.called.append("withdraw")
@@ -75,15 +79,17 @@ def engine_core(backend="torch_ros", load_format="auto", *, is_process=False):
 
         def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
             if callable(method):
-                return [method(worker) for worker in self.workers]
+                return [method(worker, *args) for worker in self.workers]
             self.called.append(method)
             if isinstance(self.fails, Exception):
                 raise self.fails
             if self.fails:
                 raise RuntimeError(f"Worker failed with error '{self.fails}', see above")
             if method == "update_weights":
+                version = kwargs["update_info"]["version"]
                 for worker in self.workers:
-                    worker.weight_transfer_engine.active = kwargs["update_info"]["version"]
+                    worker.weight_transfer_engine.active = version
+                    worker.weight_transfer_engine.uid = f"content {version}"
             return [None for _ in self.workers]
 
         def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
@@ -102,6 +108,14 @@ def engine_core(backend="torch_ros", load_format="auto", *, is_process=False):
 
         def add_request(self, request):
             self.scheduler.running.append(request)
+
+        def add_lora(self, lora):
+            self.called.append(f"add_lora {lora.lora_path}")
+            return True
+
+        def remove_lora(self, number):
+            self.called.append(f"remove_lora {number}")
+            return True
 
         def resume_scheduler(self):
             self.scheduler.pause_state = PauseState.UNPAUSED
@@ -220,7 +234,7 @@ def test_a_failure_that_left_the_weights_as_they_were_leaves_their_name(failure)
 
 def test_workers_with_different_versions_have_none():
     engine = engine_core()
-    stuck = SimpleNamespace(active=property(lambda _: 5), __setattr__=lambda *_: None)
+    stuck = SimpleNamespace(active=property(lambda _: 5), uid="", __setattr__=lambda *_: None)
     engine.workers[1].weight_transfer_engine = type("Stuck", (), vars(stuck))()
     with pytest.raises(RuntimeError, match="found several: its workers have 5, 6") as caught:
         update(engine, 6)

@@ -8,16 +8,19 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 import torch_ros
+from torch_ros.checkpoints import framing
 from torch_ros.errors import ManifestMismatch, NotSupported, UsageError, VersionNotFound
 from torch_ros.integrations.landing_plan import has_nan, no_numbers
 from torch_ros.printable import some
 
-CONFIG = "adapter_config.json"  # PEFT's file
+CONFIG = "adapter_config.json"  # PEFT's files
+TENSORS = "adapter_model.safetensors"
 BASE = "torch_ros_base.json"
 PREFIX = "base_model.model."  # of each name in PEFT's files
 MATRIX = re.compile(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")  # of its names
@@ -34,6 +37,10 @@ MORE: Mapping[str, Sequence[object]] = {
     "lora_bias": (False, None),
     "modules_to_save": (None, []),
     "trainable_token_indices": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "layer_replication": (None, []),
+    "use_qalora": (False, None),
+    "use_bdlora": (False, None),
 }
 
 
@@ -74,13 +81,14 @@ def adapter_tensors(model: torch.nn.Module, adapter: str = "default") -> dict[st
     """
     _vet(model, adapter)
     own = re.compile(rf"(.+\.lora_(?:embedding_)?[AB])\.{re.escape(adapter)}(\.weight)?")
+    more = re.compile(rf"\.lora_\w+\.{re.escape(adapter)}(\.|$)")
     found, others = {}, []
     for given, tensor in model.state_dict().items():
         name = given.replace("_orig_mod.", "")  # torch.compile's
         if match := own.fullmatch(name):
             saved = match[1] + (match[2] or "")
             found[saved if saved.startswith(PREFIX) else PREFIX + saved] = tensor
-        elif "lora_" in name and adapter in name.split("."):
+        elif more.search(name):
             others.append(name)
     if others:
         raise NotSupported(
@@ -124,13 +132,15 @@ def publish_adapter(
         ManifestMismatch: The matrices are not of the rank that the configuration says.
         TorchRosError: As `ShardHandle.publish_copy`.
     """
-    tensors = adapter_tensors(model, adapter)
-    config = _config_of(model, adapter)
-    what = f"adapter {adapter!r}"
-    require_ranks(what, {name: tensor.shape for name, tensor in tensors.items()}, config)
-    fits = None if base is None else asdict(BaseContent(base.version, base.run, base.uid))
-    tensors |= {CONFIG: _written(config), BASE: _written(fits)}
-    return handle.publish_copy(version, tensors, to="cpu", timeout_s=timeout_s)
+
+    def made() -> Mapping[str, torch.Tensor]:  # within the call: one rank's error ends it on all
+        tensors, config = adapter_tensors(model, adapter), _config_of(model, adapter)
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        require_ranks(f"adapter {adapter!r}", shapes, config)
+        fits = None if base is None else asdict(BaseContent(base.version, base.run, base.uid))
+        return {**tensors, CONFIG: _written(config), BASE: _written(fits)}
+
+    return handle.publish_copy(version, made, to="cpu", timeout_s=timeout_s)
 
 
 def read_adapter(
@@ -165,6 +175,23 @@ def read_adapter(
         if has_nan(tensor):
             raise no_numbers(name, version, handle.model)
     return Adapter(contents, tensors, config, fits and BaseContent(**fits))
+
+
+def write_files(adapter: Adapter, folder: Path) -> None:
+    """Write the files of PEFT into a folder, and beside them the base that it fits."""
+    shapes = framing.described(adapter.tensors)
+    with (folder / TENSORS).open("wb") as file:
+        file.write(framing.header(shapes, {"format": "pt"}))
+        for view in framing.contents(shapes, iter(adapter.tensors.items())):
+            file.write(view)
+    (folder / CONFIG).write_text(json.dumps(adapter.config))
+    (folder / BASE).write_text(json.dumps(adapter.base and asdict(adapter.base)))
+
+
+def written_base(folder: Path) -> BaseContent | None:
+    """The base that the adapter fits whose files are there."""
+    fits = json.loads((folder / BASE).read_text())
+    return fits and BaseContent(**fits)
 
 
 def require_ranks(

@@ -219,12 +219,13 @@ class Installer:
         self.handle, self.options, self._teller = handle, options, teller
         self.active: int | None = None
         """The version that the engine has; None: none, or nobody knows."""
+        self.uid = ""
+        """Of the content of the last version that the engine has had."""
         self.report: InstallReport | None = None
         """The report of the last install that ended well."""
         self._engine, self._all = engine, Together(handle.rank, peers or Alone(), teller)
         self._recorded: _Recorded | None = None
         self._laid: _Laid | None = None
-        self._uid = ""  # of `active`
         self._has_written = False  # perhaps, since the last install began
         self._tries = Tries()  # rank 0's decide
 
@@ -258,7 +259,7 @@ class Installer:
         found = self._all.step(find)
         number, uid = self._all.gather((found.version, found.uid) if found else (0, ""))[0]
         is_served = self.active == self.handle.version == number  # and nobody writes to it
-        mine = (self.active, is_served and uid == self._uid)
+        mine = (self.active, is_served and uid == self.uid)
         active, serve = zip(*self._all.gather(mine), strict=True)
         if self.report and all(serve):
             return self.report
@@ -284,7 +285,7 @@ class Installer:
                 self._bring_back(before, kept, timeout_s)
             self._note(number, uid, error)
             raise
-        self.active, self._uid, self.report, self._tries = number, uid, report, Tries()
+        self.active, self.uid, self.report, self._tries = number, uid, report, Tries()
         return report
 
     @property

@@ -46,11 +46,11 @@ COMMON = {
 
 
 class Trainer:
-    """The other end of trainer.py."""
+    """The other end of trainer.py, or of another program like it."""
 
-    def __init__(self, path, name, endpoint, **options):
+    def __init__(self, path, name, endpoint, *, program="trainer.py", **options):
         self.name = name
-        command = [sys.executable, str(HERE / "trainer.py"), path, name, endpoint]
+        command = [sys.executable, str(HERE / program), path, name, endpoint]
         self._process = subprocess.Popen(
             [*command, json.dumps(options)],
             stdin=subprocess.PIPE,
@@ -103,24 +103,24 @@ class EngineUnderTest:
     path: str
     ranks: int
 
-    def answers(self):
-        """As trainer.py's `greedy`."""
+    def answers(self, adapter=None):
+        """As trainer.py's `greedy`; `adapter`: vLLM's request for it."""
         from trainer import PROMPTS, TOKENS
         from vllm import SamplingParams, TokensPrompt
 
         params = SamplingParams(temperature=0, max_tokens=TOKENS, detokenize=False, logprobs=1)
         prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in PROMPTS]
         found = []
-        for output in self.llm.generate(prompts, params, use_tqdm=False):
+        for output in self.llm.generate(prompts, params, use_tqdm=False, lora_request=adapter):
             tokens, logs = list(output.outputs[0].token_ids), output.outputs[0].logprobs
             both = zip(tokens, logs, strict=True)
             found.append([tokens, [log[token].logprob for token, log in both]])
         return found
 
-    def agrees(self, published):
+    def agrees(self, published, adapter=None):
         """Assert that it answers as Hugging Face's model did."""
         for (tokens, logs), (expected, others) in zip(
-            self.answers(), published["answers"], strict=True
+            self.answers(adapter), published["answers"], strict=True
         ):
             assert tokens == expected
             assert max(abs(a - b) for a, b in zip(logs, others, strict=True)) <= 1e-4
@@ -172,7 +172,7 @@ def running_engine(path, *, ranks=1, plain=True, **options):
 class ServerUnderTest:
     """vLLM's own, with its endpoints for weights."""
 
-    def __init__(self, path, log, **options):
+    def __init__(self, path, log, *, flags=(), **options):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -190,7 +190,7 @@ class ServerUnderTest:
             "weight-transfer-config": json.dumps({"backend": "torch_ros"}),
             **options,
         }
-        flags = ["--skip-tokenizer-init", "--enforce-eager", "--enable-scale-out"]
+        flags = ["--skip-tokenizer-init", "--enforce-eager", "--enable-scale-out", *flags]
         paths = os.pathsep.join(filter(None, [PLAIN, os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
             [*command, *flags, *(one for k, v in options.items() for one in (f"--{k}", v))],
@@ -248,13 +248,13 @@ class ServerUnderTest:
         self._process.wait(60)
         self._log.close()
 
-    def agrees(self, answers, **headers):
+    def agrees(self, answers, model="m", **headers):
         """Assert that it answers as Hugging Face's model did."""
         from trainer import PROMPTS, TOKENS
 
         for prompt, (expected, _) in zip(PROMPTS, answers, strict=True):
             params = {"temperature": 0, "max_tokens": TOKENS, "detokenize": False}
-            body = {"model": "m", "token_ids": prompt, "sampling_params": params}
+            body = {"model": model, "token_ids": prompt, "sampling_params": params}
             answer = self.ask("inference/v1/generate", body, **headers)
             assert answer["choices"][0]["token_ids"] == expected
 

@@ -13,6 +13,7 @@ from functools import wraps
 from typing import Any
 
 from torch_ros.errors import NotAvailable
+from torch_ros.integrations.vllm import core_adapters
 from torch_ros.integrations.vllm.told import heard_of_weights, tell
 from torch_ros.printable import log_of
 
@@ -96,9 +97,10 @@ def _attached(core: Any, _: Any) -> None:
 
 
 def _updated(core: Any, ask: Any) -> None:
-    versions = sorted({str(version) for version in ask(installed)})
+    found = ask(installed)
+    versions = sorted({str(version) for version, _ in found})
     differ = f"several: its workers have {', '.join(versions)}" if len(versions) > 1 else ""
-    _take(core, versions[0], differ)
+    _take(core, versions[0], differ, found[0][1])
 
 
 def _reloaded(core: Any, _: Any) -> None:
@@ -110,8 +112,11 @@ def _zeroed(core: Any, _: Any) -> None:
     _lose(core, "none: reset_weights has set them to zero")
 
 
-def _take(core: Any, label: str, lack: str = "") -> None:
+def _take(core: Any, label: str, lack: str = "", uid: str = "") -> None:
     """Have a version, once nothing is left of what older weights have computed.
+
+    Args:
+        uid: Of its content: adapters of others are refused from then on.
 
     Raises:
         RuntimeError: It has none, with a `NotAvailable` told in it.
@@ -120,7 +125,12 @@ def _take(core: Any, label: str, lack: str = "") -> None:
         _lose(core, lack)
         raise RuntimeError(tell(_refusal(core), None))
     setattr(core, LACK, "")
+    setattr(core, core_adapters.ACTIVE, uid)
     core.set_weight_version(label)
+    if names := list(core_adapters.misfits(core)):
+        log.warning("%d requests end: their adapters fit another base", len(names))
+        for request in core.scheduler.finish_requests(names, _failed()):
+            _end(core, request)
 
 
 def _kept(core: Any) -> str:
@@ -150,10 +160,10 @@ def _lose(core: Any, lack: str) -> None:
             _end(core, request)
 
 
-def installed(worker: Any) -> int | None:
-    """The version that a worker has."""
-    version: int | None = worker.weight_transfer_engine.active
-    return version
+def installed(worker: Any) -> tuple[int | None, str]:
+    """The version that a worker has, and the uid of its content."""
+    engine = worker.weight_transfer_engine
+    return engine.active, engine.uid
 
 
 def show_draft(worker: Any) -> None:
@@ -190,7 +200,11 @@ def _add(own: Any, core: Any, request: Any, *args: Any, **named: Any) -> None:
     vLLM answers it with its error. It has no answer for one of pooling that has failed.
     """
     own(core, request, *args, **named)
-    if getattr(core, LACK, "") and not core.is_pooling_model:
+    if core.is_pooling_model:
+        return
+    if not (lack := getattr(core, LACK, "")) and (lack := core_adapters.refusal(core, request)):
+        log.warning("request %s is refused: %s", request.request_id, lack)
+    if lack:
         core.scheduler.finish_requests([request.request_id], _failed())
         _end(core, request)
 
@@ -242,5 +256,7 @@ WATCHED: dict[str, Callable[..., Any]] = {
     "collective_rpc": _call,
     "get_weight_version": _version,
     "add_request": _add,
+    "add_lora": core_adapters.add,
+    "remove_lora": core_adapters.remove,
     "resume_scheduler": _resume,
 }

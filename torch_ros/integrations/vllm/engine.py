@@ -27,6 +27,7 @@ from torch_ros.integrations.installation import (
 from torch_ros.integrations.vllm import core
 from torch_ros.integrations.vllm.draft import Draft, DraftModel, vet
 from torch_ros.integrations.vllm.model import VLLMModel
+from torch_ros.integrations.vllm.offline import ENGINES_ONLY
 from torch_ros.integrations.vllm.told import tell
 from torch_ros.printable import log_of
 
@@ -146,7 +147,7 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
         """The draft model of this worker; `core.show_draft` tells."""
         self._installer: Installer | None = None
         self._drafts: Installer | None = None
-        self._timeout_s = 300.0
+        self._timeout_s, self._options, self._has_bucket = 300.0, dict[str, Any](), False
         self._who = ""  # for people
         self._is_updated = False  # in this session
 
@@ -159,6 +160,23 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
     def active(self) -> int | None:
         """The version that the engine has; None: none, or nobody knows."""
         return self._installer.active if self._installer else None
+
+    @property
+    def uid(self) -> str:
+        """The uid of the content that it has, if it has a version."""
+        return self._installer.uid if self._installer else ""
+
+    @property
+    def reading_options(self) -> dict[str, Any] | None:
+        """The options of a handle that reads beside the engine's own; None: it follows no model.
+
+        Raises: NotSupported: The engine knows a bucket alone.
+        """
+        if self._installer is None:
+            return None
+        if self._has_bucket:
+            raise NotSupported("an adapter beside a bucket", "attach the engine to its etcd")
+        return {name: one for name, one in self._options.items() if name not in ENGINES_ONLY}
 
     def withdraw(self) -> None:
         """Offer the parameters to nobody: somebody else is about to write to them."""
@@ -224,6 +242,7 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
             installer = Installer(versions, engine, how, ranks, draft=draft)
             self._who = f"rank {ranks.rank} from {info.bucket}"
         self._installer, self._timeout_s = installer, info.timeout_s
+        self._options, self._has_bucket = dict(info.options), info.bucket is not None
 
         def load_weights(weights: Any) -> Any:
             self.withdraw()

@@ -7,9 +7,10 @@ from typing import Any, Literal, Self
 
 import torch_ros
 from torch_ros import arguments
-from torch_ros.errors import SourceLost, TorchRosError, VersionNotFound
+from torch_ros.errors import NotSupported, SourceLost, TorchRosError, VersionNotFound
 from torch_ros.integrations.from_bucket import BucketVersions
 from torch_ros.integrations.vllm import core
+from torch_ros.integrations.vllm.offline_adapters import AttachedAdapter
 from torch_ros.integrations.vllm.told import hear
 
 TRIES = 10  # for "latest", of a trainer that takes each back before the engine has read it
@@ -67,8 +68,12 @@ def _versions(info: Mapping[str, Any]) -> torch_ros.ShardHandle | BucketVersions
     """The versions that there are, as the engine's driver sees them."""
     if info["bucket"] is not None:
         return BucketVersions(info["bucket"], info["model"])
-    options = {name: one for name, one in info["options"].items() if name not in ENGINES_ONLY}
-    return torch_ros.open(info["model"], **options, spot=True, rank=0, world_size=1)
+    return _reader(info["model"], info["options"])
+
+
+def _reader(model: str, options: Mapping[str, Any]) -> torch_ros.ShardHandle:
+    shared = {name: one for name, one in options.items() if name not in ENGINES_ONLY}
+    return torch_ros.open(model, **shared, spot=True, rank=0, world_size=1)
 
 
 class Attached:
@@ -79,6 +84,7 @@ class Attached:
     ) -> None:
         core.watch()  # vLLM may run it in this very process
         self._llm, self._pause, self._replica = llm, pause, info["replica"]
+        self._info, self._adapters = info, dict[str, AttachedAdapter]()
         self._active: int | None = None  # by the last error
         self._sequence = ""  # of `version`: within it "latest" never goes back
         self._is_closed = False
@@ -119,6 +125,26 @@ class Attached:
                 if not tries:
                     raise
 
+    def adapter(self, model: str) -> AttachedAdapter:
+        """The LoRA adapter that is published as `model`; the same object each time.
+
+            code = policy.adapter("code")
+            code.update()
+            llm.generate(prompts, lora_request=code.request)
+
+        The engine was made with ``enable_lora=True``. `close` drops its adapters.
+
+        Raises:
+            NotSupported: The engine follows a bucket.
+            TorchRosError: As `torch_ros.open`.
+        """
+        if self._info["bucket"] is not None:
+            raise NotSupported("an adapter beside a bucket", "attach the engine to its etcd")
+        if model not in self._adapters:
+            handle = _reader(model, self._info["options"])
+            self._adapters[model] = AttachedAdapter(self._llm, handle)
+        return self._adapters[model]
+
     def close(self) -> None:
         """Let go of the model: the engine keeps its weights, and offers them to nobody.
 
@@ -129,6 +155,8 @@ class Attached:
         self._is_closed = True
         for name in self._bounded:
             vars(self._llm).pop(name, None)
+        for adapter in self._adapters.values():
+            adapter.close()
         self._handle.close()
         self._asked("shutdown_weight_transfer_engine")
 
