@@ -212,3 +212,14 @@ def test_sglang_updates_weights_between_begin_and_end_and_ends_if_a_loader_raise
     assert not [each for each in ast.walk(own) if isinstance(each, ast.Try)]
     engine = named(tree("sglang", "sglang/srt/entrypoints/engine.py"), "update_weights_from_tensor")
     assert parameters(engine) == ["self", "named_tensors", "load_format", "flush_cache"]
+
+
+def test_sglang_takes_an_adapter_as_tensors_and_says_whether_it_did():
+    """As `load_adapter` calls it; its only replica reads no file."""
+    load = named(
+        tree("sglang", "sglang/srt/entrypoints/engine.py"), "load_lora_adapter_from_tensors"
+    )
+    assert parameters(load)[:4] == ["self", "lora_name", "tensors", "config_dict"]
+    output = named(tree("sglang", "sglang/srt/managers/io_struct.py"), "LoRAUpdateOutput")
+    fields = [each.target.id for each in output.body if isinstance(each, ast.AnnAssign)]
+    assert {"success", "error_message"} <= {*fields}

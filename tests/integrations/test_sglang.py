@@ -10,12 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from lora import Adapted, config
 from printed import printed
 from workers import HIDDEN, OLD, Worker, shapes
 
 import torch_ros
 from torch_ros.errors import DeadlineExceeded, ManifestMismatch, UsageError
 from torch_ros.integrations import sglang
+from torch_ros.integrations.adapters import adapter_tensors, publish_adapter
 
 EMBED, NORM = "model.embed_tokens.weight", "model.norm.weight"
 
@@ -306,3 +308,41 @@ def test_the_lines_in_the_documents_update_an_engine(trainer, monkeypatch):
     names = {"versions": [1, 1], "prompts": []}
     exec(code, names)
     assert names["outputs"] == [True]
+
+
+class AdaptedEngine:
+    """An `sglang.Engine` that takes adapters, by its method's names, or refuses them."""
+
+    def __init__(self, error=None):
+        self.error, self.loaded = error, {}
+
+    def load_lora_adapter_from_tensors(self, lora_name, tensors, config_dict, load_format=None):
+        self.loaded[lora_name] = tensors, config_dict
+        return types.SimpleNamespace(success=self.error is None, error_message=self.error)
+
+
+@pytest.fixture
+def adapter():
+    """The options of an adapter's handles, and what it has: version 7 of "code"."""
+    options = {"endpoint": f"memory://{uuid.uuid4().hex}", "timeout_s": 20}
+    made = Adapted(torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False)))
+    made.add("default", config(["0"], rank=2))
+    with torch_ros.open("code", linger_s=0, **options) as trainer:
+        publish_adapter(trainer, 7, made)
+        yield options, adapter_tensors(made)
+
+
+def test_an_adapter_is_given_to_the_engine_under_a_name_of_its_version(adapter):
+    options, tensors = adapter
+    engine = AdaptedEngine()
+    assert sglang.load_adapter(engine, "code", 7, options=options) == "code@7"
+    found, asked = engine.loaded["code@7"]
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert (asked["r"], asked["lora_alpha"]) == (2, 8)
+
+
+def test_an_adapter_that_the_engine_refuses_is_an_error(adapter):
+    options, _ = adapter
+    with pytest.raises(UsageError, match="code@7: SGLang refuses it: no LoRA"):
+        sglang.load_adapter(AdaptedEngine("no LoRA"), "code", 7, options=options)

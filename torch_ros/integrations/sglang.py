@@ -16,6 +16,7 @@ import torch
 import torch_ros
 from torch_ros import arguments
 from torch_ros.errors import UsageError
+from torch_ros.integrations.adapters import read_adapter
 from torch_ros.integrations.installation import Installer, InstallOptions
 from torch_ros.integrations.landing_plan import Geometry, Obstacle, changed, state_of
 from torch_ros.integrations.landings import Recording
@@ -109,6 +110,45 @@ def load(model: torch.nn.Module, named_tensors: NamedTensors) -> None:
         if report.direct and callable(fix_up := getattr(model, "post_load_weights", None)):
             fix_up()  # as SGLang's own loaders do that leave `load_weights` out
     log.info("%s: %s", follower.handle.replica, report)
+
+
+def load_adapter(
+    engine: Any,
+    model: str,
+    version: int,
+    *,
+    options: Mapping[str, Any] | None = None,
+    timeout_s: float = 300.0,
+) -> str:
+    """Load a LoRA adapter into an `sglang.Engine` that was made with ``enable_lora=True``.
+
+        name = load_adapter(engine, "code", 7)
+        engine.generate(prompts, lora_path=name)
+        engine.unload_lora_adapter(name)
+
+    The process of the engine's driver reads it; no file is written. Tried against the source of
+    SGLang alone.
+
+    Args:
+        model: The name under which the adapter is published.
+        options: Of `torch_ros.open`.
+
+    Returns:
+        The name under which SGLang has it: MODEL@VERSION.
+
+    Raises:
+        UsageError: SGLang refuses it.
+        TorchRosError: As `torch_ros.open`, and as `read_adapter`.
+    """
+    place: dict[str, Any] = {"rank": 0, "world_size": 1, "spot": True, "linger_s": 0}
+    with torch_ros.open(model, **{**place, **(options or {})}) as handle:
+        contents = handle.contents(version, timeout_s=timeout_s)
+        adapter = read_adapter(handle, contents, timeout_s)
+    name = f"{model}@{contents.version}"
+    done = engine.load_lora_adapter_from_tensors(name, dict(adapter.tensors), dict(adapter.config))
+    if not done.success:
+        raise UsageError(f"adapter {name}: SGLang refuses it: {done.error_message}")
+    return name
 
 
 def close() -> None:
