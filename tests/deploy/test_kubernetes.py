@@ -386,6 +386,10 @@ def test_members_take_one_another_and_the_user_is_made(cluster):
     for n in range(3):
         cluster.start(f"torch-ros-etcd-{n}", f"127.0.1.{n + 1}", specs["torch-ros-etcd"])
     assert cluster.run("role", "127.0.2.1", specs["torch-ros-role-1"]) == 0, cluster.said("role")
+    # Nobody has opened it yet: etcd let the user in, by the certificate of clients.
+    look = ["torch-ros", "ls", "policy"]
+    said = cluster.run("look", "127.0.6.1", specs["torch-ros-exporter"], look)
+    assert said == 2, cluster.said("look")
 
 
 @pytest.mark.long
