@@ -39,6 +39,7 @@ TITLES = {
     "resharded": "Two ranks of a trainer, by rows, to one rollout",
 }
 LOOKS, LOOK_S = 100, 0.05  # a process that ends may have started another
+CLEANER = "torch_shm_manag"  # the kernel cuts names
 COLUMNS = (
     "last rollout has it, ms",
     "of torch_ros",
@@ -113,12 +114,15 @@ def environment(mark: str) -> dict[str, str]:
 
 def end_marked(mark: str) -> None:
     """End all processes of a turn: services leave its session, and are started by others."""
-    for _ in range(LOOKS):
+    for look in range(LOOKS):
         if not (found := list(marked(mark))):
             return
         for process in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+            with contextlib.suppress(OSError):  # it has ended
+                # torch's removes the shared memory of the others once they are dead, and ends.
+                is_cleaning = CLEANER in Path(f"/proc/{process}/comm").read_text()
+                if not is_cleaning or look >= LOOKS // 2:
+                    os.kill(process, signal.SIGKILL)
         time.sleep(LOOK_S)
 
 
