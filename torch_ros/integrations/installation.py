@@ -20,6 +20,7 @@ from torch_ros.errors import (
     TorchRosError,
     VersionNotFound,
 )
+from torch_ros.integrations.fit import NAMED_MAX, require_fit
 from torch_ros.integrations.from_bucket import BucketVersions
 from torch_ros.integrations.landing_plan import (
     SAME,
@@ -30,7 +31,6 @@ from torch_ros.integrations.landing_plan import (
     has_nan,
     homeless,
     misplaced,
-    missing,
     named_alike,
     no_numbers,
     places,
@@ -47,7 +47,6 @@ log: logging.Logger = log_of(__name__)
 
 Direct = Literal["auto", "proven", "never"]
 OnFailure = Literal["reread", "keep", "refuse"]
-NAMED_MAX = 8  # names in a message
 TOLD_S = 30.0  # for all ranks to say that an engine has no version any more
 Versions = torch_ros.ShardHandle | BucketVersions
 
@@ -337,7 +336,8 @@ class Installer:
         recorded = self._recorded
         if recorded is None or dict(recorded.contents) != dict(contents):
             recorded = _Recorded(contents, self._engine.record(contents))
-            self._vet(version, recorded.recording)
+            name, casts = f"version {version} of model {self.handle.model!r}", self.options.cast
+            require_fit(name, recorded.recording, self._engine.state(), casts=casts)
         self._recorded = recorded
         obstacles = self._obstacles(recorded)
         if recorded.obstacles != obstacles:
@@ -345,43 +345,6 @@ class Installer:
             recorded.obstacles = obstacles
         watch.lap("look")
         return recorded
-
-    def _vet(self, version: int, recording: Recording) -> None:
-        """Refuse a version with which a part of the engine would stay as it was."""
-        name = f"version {version} of model {self.handle.model!r}"
-        if lacking := missing(recording, self._engine.state()):
-            failed = [f"{fqn}: {recording.staged[fqn]}" for fqn in sorted(recording.failed)]
-            parts = [f"{fqn} ({count} elements)" for fqn, count in lacking.items()]
-            found = f"nothing for {some(parts, NAMED_MAX)}", some(failed, NAMED_MAX)
-            raise ManifestMismatch(
-                f"{name} in this engine",
-                "tensors for all of the engine's parameters",
-                "; ".join(filter(None, found)),
-                "publish the missing tensors too, under the names of a checkpoint",
-            )
-        casts = [fqn for fqn, reason in recording.staged.items() if reason.startswith("cast ")]
-        lost = [*recording.failed, *recording.unused]
-        for fqn in casts:
-            scales = [one for one in lost if one.startswith(fqn)]
-            if scales and recording.staged[fqn].startswith("cast from torch.float8"):
-                raise ManifestMismatch(
-                    f"{name} in this engine",
-                    f"a place for {scales[0]!r}, by which {fqn!r} is multiplied",
-                    f"none, and {recording.staged[fqn]}",
-                    "give the engine the quantization_config of such weights, or publish others",
-                )
-        if casts and not self.options.cast:
-            raise ManifestMismatch(
-                f"{name} in this engine",
-                "the engine's dtypes",
-                f"{some(casts, NAMED_MAX)}, {recording.staged[casts[0]]}",
-                "publish_copy(transform=Cast(...)) publishes them as that; cast=True installs them",
-            )
-        if casts:
-            log.warning("%s: the engine casts %s", name, some(casts, NAMED_MAX))
-        if recording.failed:  # refused next, unless the engine may be without it
-            failed = [f"{fqn} ({recording.staged[fqn]})" for fqn in sorted(recording.failed)]
-            log.warning("%s: the engine has no place for %s", name, some(failed, NAMED_MAX))
 
     def _require_places(self, version: int, recorded: _Recorded) -> None:
         """Refuse a version with elements that land on no rank. All ranks call this, and raise."""
