@@ -10,6 +10,7 @@ import pytest
 import torch
 from kit import inside, until
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from toys import OLD, weights_of
 
 import torch_ros
@@ -824,6 +825,94 @@ def test_an_engine_that_others_have_loaded_has_no_version(opened, trainer):
     assert trainer.handle.installs()[follower.replica].active.version == 3
 
 
+# -- an engine that makes something else of its weights once they are loaded
+
+
+def loaded(follower, trainer, module=None):
+    """An installer with version 1, which it does not offer yet, and what was published."""
+    installer = installer_of(follower, module or Fused(), relay=False)
+    published = trainer.publish(1)
+    installer.install(1, 20)
+    installer.options = InstallOptions()
+    return installer, published
+
+
+def move(module):
+    """Give a module's weight other memory."""
+    storage = StorageWeakRef(module.weight.untyped_storage())
+    module.weight = nn.Parameter(module.weight.detach().clone(), requires_grad=False)
+    return storage
+
+
+def test_a_version_that_lies_where_it_was_read_is_offered_in_the_end(opened, trainer):
+    follower = opened()
+    installer, published = loaded(follower, trainer)
+    assert installer.settle(20)
+    assert (installer.active, follower.version) == (1, 1)
+    trainer.handle.unpublish()
+    reader, got = opened(), {fqn: torch.zeros_like(one) for fqn, one in published.items()}
+    reader.register(got)
+    reader.replicate(1, timeout_s=20)
+    assert all(torch.equal(got[fqn], one) for fqn, one in published.items())
+
+
+def test_memory_that_the_engine_has_left_is_let_go_and_not_offered(opened, trainer):
+    engine, follower = Fused(), opened()
+    installer, _ = loaded(follower, trainer, engine)
+    left = move(engine.out)
+    assert not left.expired()  # it is registered
+    assert not installer.settle(20)
+    assert (installer.active, follower.version) == (1, None)
+    assert left.expired()
+    published = trainer.publish(2)
+    installer.install(2, 20)
+    assert engine.has(published)
+    assert follower.version == 2
+
+
+def test_weights_of_which_the_engine_makes_something_are_not_offered(opened, trainer):
+    follower = opened()
+    installer, _ = loaded(follower, trainer)
+    installer._engine.stands_in_the_way = {"out.weight": Obstacle("packed")}
+    assert not installer.settle(20)
+    assert (installer.active, follower.version) == (1, None)
+
+
+def test_a_version_that_was_published_anew_by_then_is_not_offered(opened, trainer, caplog):
+    follower = opened()
+    installer, _ = loaded(follower, trainer)
+    trainer.publish(1)
+    assert not installer.settle(20)
+    assert "version 1 is not offered to others" in caplog.text
+    assert (installer.active, follower.version) == (1, None)
+
+
+def test_an_engine_without_a_version_offers_nothing(opened):
+    follower = opened()
+    assert not installer_of(follower, Fused()).settle(20)
+    assert follower.version is None
+
+
+def test_an_engine_whose_modules_have_other_names_by_now_is_recorded_anew(opened, trainer):
+    """As adapters give them."""
+    engine = Fused()
+    installer, _ = loaded(opened(), trainer, engine)
+    assert installer.settle(20)
+    engine.inner, engine.out = engine.out, None
+    load = engine.load_weights
+
+    def renamed(weights):
+        engine.out = engine.inner
+        load(weights)
+        engine.out = None
+
+    engine.load_weights = renamed
+    installer.forget()
+    published = trainer.publish(2)
+    installer.install(2, 20)
+    assert torch.equal(engine.inner.weight, published["out"])
+
+
 # -- several ranks
 
 
@@ -860,6 +949,23 @@ def test_ranks_read_their_parts_and_offer_the_whole(pair, trainer, opened):
     reader.register(got)
     reader.replicate(1, timeout_s=20)
     assert all(torch.equal(got[fqn], one) for fqn, one in published.items())
+
+
+def test_ranks_offer_what_lies_where_it_was_read_on_all_of_them_or_nothing(pair, trainer):
+    engines, _, installers, each = pair
+    for installer in installers:
+        installer.options = InstallOptions(relay=False)
+    trainer.publish(1)
+    each(lambda rank: installers[rank].install("latest", 30))
+    for installer in installers:
+        installer.options = InstallOptions()
+    move(engines[1].norm)
+    assert each(lambda rank: installers[rank].settle(30)) == [False, False]
+    assert {installer.handle.version for installer in installers} == {None}
+    published = trainer.publish(2)
+    each(lambda rank: installers[rank].install("latest", 30))
+    assert all(engine.has(published) for engine in engines)
+    assert {installer.handle.version for installer in installers} == {2}
 
 
 def test_ranks_may_stage_different_tensors(pair, trainer):

@@ -98,6 +98,9 @@ class BucketVersions:
     def unpublish(self, *, timeout_s: float | None = None) -> None:
         """Nothing: nobody reads from here."""
 
+    def unregister(self) -> None:
+        """Nothing: it keeps no tensor of others from being freed."""
+
     def close(self) -> None:
         """Give the copy's memory back."""
         self._copy, self._copied = {}, ""

@@ -179,7 +179,11 @@ class _Laid:
         return cls(plan, now, made)
 
     def are_of(self, plan: LandingPlan, state: Mapping[str, torch.Tensor]) -> bool:
-        return self.plan is plan and places(self.places, state) == self.places
+        return self.plan is plan and self.have_stayed(state)
+
+    def have_stayed(self, state: Mapping[str, torch.Tensor]) -> bool:
+        """Whether all of these parameters are where they were."""
+        return places(self.places, state) == self.places
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +291,40 @@ class Installer:
         self.active, self.uid, self.report, self._tries = number, uid, report, Tries()
         return report
 
+    def settle(self, timeout_s: float) -> bool:
+        """Serve the version that the first install has read in place, if it lies there still.
+
+        Collective. For an engine that makes something else of some of its weights once they are
+        loaded: it has done so, its `obstacles` are the final ones, and nothing was served before.
+        A rank whose engine has other memory by now lets go of that which was read into.
+
+        Returns:
+            Whether the engine is a source of the version.
+        """
+        stayed = self._all.step(self._has_stayed)
+        if not stayed:
+            self._laid = None
+            self.handle.unregister()
+        if not all(self._all.gather(stayed)) or not self.options.relay:
+            return False
+        try:
+            self._all.step(lambda: self._offer(Laps(time.perf_counter() + timeout_s)))
+        except TorchRosError as error:  # as when nobody else has it any more
+            log.warning("version %s is not offered to others: %s", self.active, error)
+        return self.handle.version is not None
+
+    def forget(self) -> None:
+        """Look again where the engine's loader puts things, by the names of now."""
+        self._recorded = self._laid = None
+
+    def _has_stayed(self) -> bool:
+        """Whether all of the version lies in the engine where it was read."""
+        look, laid = self._recorded, self._laid
+        if self.active is None or look is None or laid is None:
+            return False
+        self._plan(look)
+        return look.plan.is_whole(look.contents) and laid.have_stayed(self._engine.state())
+
     @property
     def has_lost(self) -> bool:
         """Whether this rank's engine has weights that are no version: perhaps a part of one."""
@@ -339,12 +377,16 @@ class Installer:
             name, casts = f"version {version} of model {self.handle.model!r}", self.options.cast
             require_fit(name, recorded.recording, self._engine.state(), casts=casts)
         self._recorded = recorded
+        self._plan(recorded)
+        watch.lap("look")
+        return recorded
+
+    def _plan(self, recorded: _Recorded) -> None:
+        """Plan it for the obstacles that there are now."""
         obstacles = self._obstacles(recorded)
         if recorded.obstacles != obstacles:
             recorded.plan = plan_landings(recorded.recording, obstacles)
             recorded.obstacles = obstacles
-        watch.lap("look")
-        return recorded
 
     def _require_places(self, version: int, recorded: _Recorded) -> None:
         """Refuse a version with elements that land on no rank. All ranks call this, and raise."""
@@ -386,7 +428,7 @@ class Installer:
 
     def _extent(self, look: _Recorded) -> _Extent:
         plan = look.plan
-        whole = not plan.staged and len(plan.direct) == len(look.contents)
+        whole = plan.is_whole(look.contents)
         mine = (bool(plan.direct), whole, bool(plan.staged), bool(plan.provable))
         direct, every, staged, provable = zip(*self._all.gather(mine), strict=True)
         return _Extent(any(direct), all(every), any(staged), any(provable))
@@ -410,7 +452,7 @@ class Installer:
         watch.lap("read")
 
     def _load(self, version: int, look: _Recorded, extent: _Extent, watch: Laps) -> InstallReport:
-        handle, plan, contents = self.handle, look.plan, look.contents
+        plan, contents = look.plan, look.contents
         if extent.is_staged:
             with self._stream(version, plan.staged, watch) as weights:
                 if plan.staged:
@@ -420,11 +462,7 @@ class Installer:
             self._prove(version, look, watch)
             watch.lap("prove")
         if self.options.relay and extent.is_whole:
-            try:
-                handle.serve(timeout_s=watch.left_s)
-            except ManifestMismatch as error:  # as of experts that several engines share
-                log.info("not offered to others: %s", error)
-            watch.lap("serve")
+            self._offer(watch)
         return InstallReport(
             version,
             tuple(plan.direct),
@@ -437,6 +475,13 @@ class Installer:
             plan.ignored,
             watch.stages_s,
         )
+
+    def _offer(self, watch: Laps) -> None:
+        try:
+            self.handle.serve(timeout_s=watch.left_s)
+        except ManifestMismatch as error:  # as of experts that several engines share
+            log.info("not offered to others: %s", error)
+        watch.lap("serve")
 
     def _targets(self, plan: LandingPlan) -> Mapping[str, torch.Tensor]:
         """The engine's memory that the plan reads into; the same objects while it stays there."""

@@ -58,6 +58,10 @@ class LandingPlan:
     provable: Mapping[str, Landing]  # those of `staged` that a proof would bring to `direct`
     ignored: Mapping[str, str]  # the engine's loader fails for them, and nothing lacks them
 
+    def is_whole(self, contents: Mapping[str, object]) -> bool:
+        """Whether each tensor of the version is read in place."""
+        return not self.staged and len(self.direct) == len(contents)
+
     @cached_property
     def direct_bytes(self) -> int:
         return sum(landing.size_bytes for landing in self.direct.values())
