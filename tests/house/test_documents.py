@@ -265,7 +265,7 @@ WORDS_MAX = {
     ROOT / "docs" / "PROTOCOL.md": 7400,
     **dict.fromkeys(PROTOCOL_PAGES, 1000),
     **dict.fromkeys(ENGINE_PAGES, 700),
-    ROOT / "docs" / "integrations" / "vllm.md": 2000,
+    ROOT / "docs" / "integrations" / "vllm.md": 2300,
     ROOT / "docs" / "protocol" / "nixl.md": 1200,  # ways, shortcuts and vouchers
 }
 

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from torch_ros.errors import ManifestMismatch, NotAvailable, SourceLost
-from torch_ros.integrations.vllm import core
+from torch_ros.integrations.vllm import core, core_adapters
 from torch_ros.integrations.vllm.told import hear, tell
 
 LOST = SourceLost("trainer", "it left", 0, 12)
@@ -57,7 +57,7 @@ class TransferEngine:
     """Our part of a worker."""
 
     def __init__(self, core):
-        self.active, self.uid, self._core = None, "", core
+        self.active, self.uid, self.lack, self._core = None, "", "", core
 
     def withdraw(self):
         self._core.called.append("withdraw")
@@ -76,6 +76,9 @@ def engine_core(backend="torch_ros", load_format="auto", *, is_process=False):
             self.workers = [SimpleNamespace(weight_transfer_engine=one) for one in engines]
             self.fails, self.is_pooling_model, self.can_reset_encoder = None, False, True
             self.step_fn, self.called = lambda: (None, True), []
+
+        def _initialize_kv_caches(self, config):
+            return config
 
         def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
             if callable(method):
@@ -268,6 +271,60 @@ def test_workers_know_their_draft_before_they_follow_a_model():
     engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
     assert first.weight_transfer_engine.draft is draft
     assert second.weight_transfer_engine.draft is None
+
+
+def started(lack="", active=7, **options):
+    """A core whose workers have loaded, as far as they could."""
+    engine = engine_core(backend=None, load_format="torch_ros", **options)
+    for worker in engine.workers:
+        worker.weight_transfer_engine.active = None if lack else active
+        worker.weight_transfer_engine.lack, worker.weight_transfer_engine.uid = lack, "a content"
+    assert engine._initialize_kv_caches("a config") == "a config"
+    return engine
+
+
+def test_an_engine_that_is_born_with_a_version_answers_with_it():
+    engine = started()
+    assert engine.get_weight_version() == "7"
+    assert getattr(engine, core_adapters.ACTIVE) == "a content"  # adapters of others are refused
+    engine.add_request(request())
+    assert len(engine.scheduler.running) == 2
+    engine.collective_rpc("init_weight_transfer_engine")
+    assert engine.get_weight_version() == "7"
+
+
+@pytest.mark.parametrize("is_process", [True, False])
+def test_an_engine_that_is_born_without_a_version_answers_nobody_until_one_comes(
+    is_process, caplog
+):
+    engine = started("nobody has version 'latest'", is_process=is_process)
+    [line] = caplog.messages
+    assert "found none: nobody has version 'latest'; update it" in line
+    assert engine.get_weight_version() == core.NO_VERSION
+    for _ in range(2):  # it is the same for a driver that attaches
+        engine.add_request(request())
+        assert len(engine.scheduler.running) == 1
+        with pytest.raises(RuntimeError, match="nobody has version"):
+            engine.resume_scheduler()
+        engine.collective_rpc("init_weight_transfer_engine")
+    update(engine, 1)
+    engine.add_request(request())
+    assert [one.request_id for one in engine.scheduler.running] == ["r"]
+    assert engine.get_weight_version() == "1"
+
+
+def test_an_engine_that_was_not_asked_what_it_was_born_with_has_no_version(caplog):
+    engine = engine_core(backend=None, load_format="torch_ros")  # a vLLM that we do not know
+    engine.collective_rpc("init_weight_transfer_engine")
+    assert engine.get_weight_version() == core.NO_VERSION
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_an_engine_that_was_born_otherwise_is_not_asked(load_format):
+    engine = engine_core(load_format=load_format)
+    engine.workers = [None]
+    engine._initialize_kv_caches("a config")
+    assert engine.get_weight_version() == core.FIRST
 
 
 @pytest.mark.parametrize("backend", ["nccl", None])

@@ -126,7 +126,13 @@ def test_gets_pass_such_as_health():
 
 @pytest.mark.parametrize(
     ("version", "load_format", "status"),
-    [(FIRST, "dummy", 503), (FIRST, "auto", 200), ("3", "dummy", 200), (NO_VERSION, "auto", 503)],
+    [
+        (FIRST, "dummy", 503),
+        (FIRST, "torch_ros", 503),
+        (FIRST, "auto", 200),
+        ("3", "dummy", 200),
+        (NO_VERSION, "auto", 503),
+    ],
 )
 def test_dummy_weights_are_no_version_though_nobody_has_attached(version, load_format, status):
     async def story():

@@ -190,6 +190,7 @@ class ServerUnderTest:
             "weight-transfer-config": json.dumps({"backend": "torch_ros"}),
             **options,
         }
+        options = {name: value for name, value in options.items() if value is not None}
         flags = ["--skip-tokenizer-init", "--enforce-eager", "--enable-scale-out", *flags]
         paths = os.pathsep.join(filter(None, [PLAIN, os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(

@@ -8,11 +8,10 @@ Nothing here is imported before vLLM, or `attach`, asks for it.
 """
 
 from torch_ros.integrations.vllm import core
+from torch_ros.integrations.vllm.core import BACKEND
 from torch_ros.integrations.vllm.offline import Attached, attach
 
 __all__ = ["Attached", "attach", "register"]
-
-BACKEND = "torch_ros"
 
 
 def register() -> None:
@@ -21,6 +20,12 @@ def register() -> None:
         WeightTransferEngineFactory,
         WeightTransferTrainerFactory,
     )
+    from vllm.model_executor.model_loader import (  # noqa: PLC0415
+        _LOAD_FORMAT_TO_MODEL_LOADER,
+        register_model_loader,
+    )
+
+    from torch_ros.integrations.vllm.born import ROSModelLoader  # noqa: PLC0415
 
     core.watch()
     engines = ("torch_ros.integrations.vllm.engine", "ROSWeightTransferEngine")
@@ -31,3 +36,5 @@ def register() -> None:
     ):
         if BACKEND not in factory._registry:  # noqa: SLF001  # there is no other way to ask
             factory.register_engine(BACKEND, *home)
+    if BACKEND not in _LOAD_FORMAT_TO_MODEL_LOADER:
+        register_model_loader(BACKEND)(ROSModelLoader)

