@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch_ros.features.streams.stream import Stream  # feature streams
     from torch_ros.features.transforms.casting import Cast, Float8  # feature transforms
     from torch_ros.features.transforms.mxfp8 import MXFP8  # feature transforms
+    from torch_ros.features.transforms.nvfp4 import NVFP4  # feature transforms
     from torch_ros.fleet.fleet import Fleet, Held, Published, Replica
     from torch_ros.fleet.ready_page import ready_page  # feature installs
     from torch_ros.shard.finding import Contents
@@ -41,6 +42,7 @@ rdma.load_first()
 __version__ = RELEASE
 __all__ = [
     "MXFP8",  # feature transforms
+    "NVFP4",  # feature transforms
     "AsyncHandle",
     "Borrowed",  # feature lending
     "Cast",  # feature transforms
@@ -71,6 +73,7 @@ __all__ = [
 
 _HOMES = {  # imported at their first use
     "MXFP8": "torch_ros.features.transforms.mxfp8",  # feature transforms
+    "NVFP4": "torch_ros.features.transforms.nvfp4",  # feature transforms
     "AsyncHandle": "torch_ros.face.aio",
     "Borrowed": "torch_ros.features.lending.borrowing",  # feature lending
     "Cast": "torch_ros.features.transforms.casting",  # feature transforms

@@ -7,7 +7,7 @@
 import pytest
 import torch
 
-from torch_ros import MXFP8, Cast, Float8
+from torch_ros import MXFP8, NVFP4, Cast, Float8
 from torch_ros.copies import buffers as copy_buffers
 from torch_ros.copies.buffers import make
 from torch_ros.copies.ferry import CROSSING_MAX, Ferry
@@ -42,7 +42,7 @@ def test_any_dtype_crosses(dtype):
 
 @pytest.mark.parametrize(
     "transforms",
-    [(), (Cast(torch.bfloat16),), (Float8(["w"], block=(2, 4)),), (MXFP8(["w"]),)],
+    [(), (Cast(torch.bfloat16),), (Float8(["w"], block=(2, 4)),), (MXFP8(["w"]),), (NVFP4(["w"]),)],
     ids=repr,
 )
 @pytest.mark.parametrize("piece_bytes", [1, 200, 1 << 20])

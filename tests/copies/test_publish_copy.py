@@ -13,7 +13,7 @@ import torch
 from kit import inside
 
 import torch_ros
-from torch_ros import Cast, Chunked, Float8
+from torch_ros import NVFP4, Cast, Chunked, Float8
 from torch_ros.copies import buffers as copy_buffers
 from torch_ros.copies.turns import Turns
 from torch_ros.errors import CallMismatch, ManifestMismatch, UsageError, VersionConflict
@@ -331,6 +331,31 @@ def test_ranks_with_different_transforms_are_told_and_nothing_is_given_up(ranks,
     assert handles[0].list() == ({} if is_first else {1: {"trainer"}})
     assert publish(2, shards, transform=[by_blocks, by_blocks]) == [True, True]
     assert handles[0].list() == {2: {"trainer"}}
+
+
+def test_ranks_that_are_told_one_global_scale_make_together_what_one_rank_makes(opened, ranks):
+    publish, handles = ranks
+    tensor = torch.randn(6, 64)
+    told, other = (NVFP4(["w"], global_scales={"w": scale}) for scale in (700.0, 701.0))
+    untold = publish(1, rows(tensor, 2), transform=[NVFP4(["w"])] * 2)
+    assert [type(error) for error in untold] == [UsageError] * 2
+    assert all("'w_global_scale' is made of the whole tensor" in str(error) for error in untold)
+    unequal = publish(1, rows(tensor, 2), transform=[told, other])
+    assert [type(error) for error in unequal] == [ManifestMismatch] * 2
+    assert handles[0].list() == {}
+    assert publish(1, rows(tensor, 2), transform=[told] * 2) == [True, True]
+    assert opened("alone").publish_copy(2, {"w": tensor}, transform=told)
+    reader, found = opened("reader"), []
+    for version in (1, 2):
+        got = {
+            "w_packed": torch.empty(6, 32, dtype=torch.uint8),
+            "w_scale": torch.empty(6, 4, dtype=torch.float8_e4m3fn),
+            "w_global_scale": torch.empty(1),
+        }
+        reader.read(version, got)
+        found.append(got)
+    assert found[0]["w_global_scale"].tolist() == [700]
+    assert all(same(one, found[1][fqn]) for fqn, one in found[0].items())
 
 
 @pytest.mark.parametrize("has_one", [0, 1])

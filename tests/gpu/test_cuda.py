@@ -11,7 +11,7 @@ import torch
 from kit import until
 
 import torch_ros
-from torch_ros import MXFP8, Cast, Float8
+from torch_ros import MXFP8, NVFP4, Cast, Float8
 from torch_ros.channels.addresses import Listen, place
 from torch_ros.copies import buffers as copy_buffers
 from torch_ros.copies.buffers import CopyBuffers, Copying
@@ -126,6 +126,7 @@ def test_a_retained_version_goes_from_device_to_host_memory(etcd_endpoint):
         [Float8(["*"]), Cast(torch.bfloat16)],
         [BLOCKS],
         [MXFP8(["blocks"]), Cast(torch.bfloat16)],
+        [NVFP4(["blocks"]), Cast(torch.bfloat16)],
     ],
 )
 def test_a_device_makes_the_copies_that_a_host_makes(monkeypatch, etcd_endpoint, transforms, to):

@@ -189,7 +189,8 @@ def _made(
         for part in parts:
             places = part.places(rooms[part.device])
             for name, place in places.items():
-                chunks[name].append(LocalChunk(part.boxes[name][0], place))
+                if not chunks[name] or not making.outputs[name].is_single:
+                    chunks[name].append(LocalChunk(part.boxes[name][0], place))
             is_here = part.device == part.chunk.tensor.device
             make(making, part.chunk.tensor, places, None if is_here else ferry)
         tensors += [making.output(name, chunks[name]) for name in making.outputs]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol, Self, runtime_checkable
+from typing import NoReturn, Protocol, Self, runtime_checkable
 
 import torch
 
@@ -26,10 +26,14 @@ class MadeTensor:
         per: The sizes of the box of the other tensor for which it has one element. All ones: it has
             the other's shape. (128, 128): one for each box of that size, and for the smaller ones
             at the ends.
+        is_single: It has one element, and the shape (1,). Each box that is made has it, so that
+            `fill` writes the same for all. With the whole shape as `per` there is one such box: a
+            shard is refused.
     """
 
     dtype: torch.dtype
     per: Shape
+    is_single: bool = False
 
     def __post_init__(self) -> None:
         arguments.instance(torch.dtype)("MadeTensor: dtype", self.dtype)
@@ -39,10 +43,12 @@ class MadeTensor:
     @property
     def is_elementwise(self) -> bool:
         """Whether it has the other's shape."""
-        return max(self.per, default=1) == 1
+        return not self.is_single and max(self.per, default=1) == 1
 
     def made_of(self, offsets: Shape, sizes: Shape) -> Box:
         """The box that is made of a box which cuts none of `per`."""
+        if self.is_single:
+            return (0,), (1,)
         if self.is_elementwise:
             return offsets, sizes
         bounds = zip(offsets, sizes, self.per, strict=True)
@@ -147,14 +153,24 @@ class Making:
         for dim, (per, whole) in enumerate(zip(output.per, self.tensor.shape, strict=True)):
             for edge in (offsets[dim], offsets[dim] + sizes[dim]):
                 if edge % per and edge != whole:
-                    start = edge // per * per
-                    raise UsageError(
-                        f"tensor {self.tensor.fqn!r}: the shard of shape {list(sizes)} at "
-                        f"{list(offsets)} cuts dimension {dim} at {edge}, inside of block "
-                        f"{edge // per} (from {start} to {min(start + per, whole)}), for which "
-                        f"{name!r} has one element; expected edges of shards between blocks: shard "
-                        f"it otherwise, or leave it out of {self.transform!r}"
-                    )
+                    self._refuse(name, f"of shape {list(sizes)} at {list(offsets)}", dim, edge)
+
+    def _refuse(self, name: str, shard: str, dim: int, edge: int) -> NoReturn:
+        output, transform = self.outputs[name], self.transform
+        if output.is_single:
+            raise UsageError(
+                f"tensor {self.tensor.fqn!r}: {name!r} is made of the whole tensor, of which this "
+                f"rank has the shard {shard}; expected all of it in one box, or that {transform!r} "
+                "is told what it would find there; else leave it out of that"
+            )
+        per, whole = output.per[dim], self.tensor.shape[dim]
+        start = edge // per * per
+        raise UsageError(
+            f"tensor {self.tensor.fqn!r}: the shard {shard} cuts dimension {dim} at {edge}, inside "
+            f"of block {edge // per} (from {start} to {min(start + per, whole)}), for which "
+            f"{name!r} has one element; expected edges of shards between blocks: shard it "
+            f"otherwise, or leave it out of {transform!r}"
+        )
 
     def output(self, name: str, chunks: Sequence[LocalChunk]) -> LocalTensor:
         """The output of that name, of which this rank has these chunks."""

@@ -317,7 +317,7 @@ class ShardHandle:
             version: As for `publish`.
             named_tensors: As for `register`.
             transform: Makes the tensors that are published in the place of these: `torch_ros.Cast`,
-                `torch_ros.Float8`, `torch_ros.MXFP8`, or a `torch_ros.Transform` of your own. Of
+                `torch_ros.Float8`, `MXFP8`, `NVFP4`, or a `torch_ros.Transform` of your own. Of
                 several, the first that makes something of a tensor counts, so that `[Float8(...),
                 Cast(...)]` casts those that are not quantised. None: they are copied as they are.
             to: "cpu": copy tensors of a GPU to host memory, transformed there before, in pieces of

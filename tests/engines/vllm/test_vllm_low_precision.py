@@ -9,7 +9,7 @@ from rollouts import running_engine
 
 from torch_ros.integrations.vllm import attach
 
-PAGE = Path(__file__).parents[3] / "docs" / "integrations" / "vllm.md"
+PAGE = Path(__file__).parents[3] / "docs" / "integrations" / "low_precision.md"
 SHOWN = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)]
 CONFIGS = {config["format"]: config for config in SHOWN}
 
@@ -18,7 +18,9 @@ KEEP = ["lm_head.*", "*.embed_tokens.*", "*.mlp.gate.*", "*.experts.*"]
 SCALES = "model.layers.1.self_attn.o_proj.weight_scale"
 
 
-@pytest.mark.parametrize(("kind", "form"), [("mxfp8", "mxfp8-quantized")])
+@pytest.mark.parametrize(
+    ("kind", "form"), [("mxfp8", "mxfp8-quantized"), ("nvfp4", "nvfp4-pack-quantized")]
+)
 def test_it_answers_as_a_model_of_the_rounded_weights(tiny, train, etcd_endpoint, kind, form):
     config = CONFIGS[form] | {"ignore": [*CONFIGS[form]["ignore"], "re:.*experts.*"]}
     with running_engine(tiny("moe"), hf_overrides={"quantization_config": config}) as engine:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import torch_ros
-from torch_ros import MXFP8, Float8
+from torch_ros import MXFP8, NVFP4, Float8
 from torch_ros.integrations.names import checkpoint_names
 
 PROMPTS = [[5, 17, 200, 999, 3], [11, 12, 13], [400, 401, 402, 403, 404, 405, 406, 7]]
@@ -81,21 +81,37 @@ def tensors_of(model, names, changes):
     return tensors
 
 
-def low_precision(asked):
+def low_precision(asked, tensors):
     """The transform that a command asks for, if it does."""
     if "float8" in asked:
         return Float8(asked["float8"])
     if "mxfp8" in asked:
         return MXFP8(*asked["mxfp8"])
+    if "nvfp4" in asked:
+        return NVFP4.fitted(tensors, *asked["nvfp4"])
     return None
 
 
 @torch.no_grad()
 def round_as(transform, model):
     """Give it the weights that an engine computes with, by compressed-tensors' own account."""
-    for fqn, one in model.named_parameters():
-        if isinstance(transform, MXFP8) and transform.outputs(fqn, one.dtype, tuple(one.shape)):
-            one.copy_(reference.values("MXFP8", one))
+    kinds = {MXFP8: "MXFP8", NVFP4: "NVFP4A16"}
+    if (kind := kinds.get(type(transform))) is None:
+        return
+    weights = {
+        fqn: one
+        for fqn, one in model.named_parameters()
+        if transform.outputs(fqn, one.dtype, tuple(one.shape))
+    }
+    scales = {}
+    for fqn in weights if kind == "NVFP4A16" else ():
+        layer, _, name = fqn.removesuffix("_proj.weight").rpartition(".")
+        row = next(row for row in (("q", "k", "v"), ("gate", "up"), (name,)) if name in row)
+        fused = [weights[f"{layer}.{one}_proj.weight"] for one in row]
+        scales[fqn] = reference.global_scale(*fused)
+    made = {fqn: reference.values(kind, one, scales.get(fqn)) for fqn, one in weights.items()}
+    for fqn, one in made.items():
+        weights[fqn].copy_(one)
 
 
 def main(path, name, endpoint, options):
@@ -110,7 +126,7 @@ def main(path, name, endpoint, options):
         if (version := asked.get("publish")) is not None:
             step(model, asked.get("seed", version), asked.get("share", 1.0))
             tensors = tensors_of(model, asked.get("names", "parameters"), asked)
-            transform = low_precision(asked)
+            transform = low_precision(asked, tensors)
             if transform is not None:
                 handle.publish_copy(version, tensors, transform=transform)
                 round_as(transform, model)

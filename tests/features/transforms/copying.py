@@ -2,11 +2,13 @@
 
 import math
 
+import pytest
 import torch
 
 from torch_ros import Chunked
 from torch_ros.copies.buffers import CopyBuffers, Copying
 from torch_ros.copies.turns import HostBuffers
+from torch_ros.errors import UsageError
 from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.local import local_chunks
 
@@ -43,3 +45,12 @@ def shard(shape, *boxes, dtype=torch.float32):
     full = torch.arange(math.prod(shape), dtype=dtype).reshape(shape)
     chunks = {(a, c): full[a:b, c:d].clone() for a, b, c, d in boxes}
     return Chunked(shape, dtype, chunks), full
+
+
+def refused(tensors, *transforms):
+    """The error, before anything is copied."""
+    buffers = CopyBuffers(HostBuffers())
+    with pytest.raises(UsageError) as error:
+        buffers.fill(LocalState(local_chunks(tensors), {}, {}), Copying(transforms))
+    assert not buffers._turns
+    return str(error.value)

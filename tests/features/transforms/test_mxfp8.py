@@ -5,18 +5,14 @@ import math
 
 import pytest
 import torch
-from features.transforms.copying import copied, same, shard, whole
+from features.transforms.copying import copied, refused, same, shard, whole
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_ros import MXFP8, Cast
 from torch_ros.copies import buffers as copy_buffers
-from torch_ros.copies.buffers import CopyBuffers, Copying
-from torch_ros.copies.turns import HostBuffers
 from torch_ros.errors import UsageError
 from torch_ros.features.transforms import matrices
-from torch_ros.transfer.registered import LocalState
-from torch_ros.weights.local import local_chunks
 
 FP8 = torch.float8_e4m3fn
 ALL = MXFP8(["*"])
@@ -151,15 +147,6 @@ def test_tied_empty_and_transposed_tensors():
     assert made["none"].shape == (0, 32)
     assert made["none_scale"].shape == (0, 1)
     assert made["nothing_scale"].shape == (5, 0)
-
-
-def refused(tensors, *transforms):
-    """The error, before anything is copied."""
-    buffers = CopyBuffers(HostBuffers())
-    with pytest.raises(UsageError) as error:
-        buffers.fill(LocalState(local_chunks(tensors), {}, {}), Copying(transforms))
-    assert not buffers._turns
-    return str(error.value)
 
 
 @pytest.mark.parametrize("columns", [1, 31, 33, 40])

@@ -58,10 +58,18 @@ def require_whole_blocks(transform: Quantising, fqn: str, shape: Shape, size: in
 
 
 def in_pieces(
-    box: torch.Tensor, outputs: Mapping[str, MadeTensor], made: Mapping[str, torch.Tensor]
+    box: torch.Tensor,
+    outputs: Mapping[str, MadeTensor],
+    made: Mapping[str, torch.Tensor],
+    *,
+    copies: int = 1,
 ) -> Iterator[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]:
-    """The box and what is made of it, cut into pieces that are fast to work on."""
-    return pieces(outputs, box, made, CACHE_BYTES if box.is_cpu else DEVICE_BYTES)
+    """The box and what is made of it, cut into pieces that are fast to work on.
+
+    Args:
+        copies: Of which so many are in the cache at a time.
+    """
+    return pieces(outputs, box, made, CACHE_BYTES // copies if box.is_cpu else DEVICE_BYTES)
 
 
 def in_float32(box: torch.Tensor) -> torch.Tensor:
