@@ -94,7 +94,7 @@ class NVFP4:
 
         Args:
             named_tensors: What is published then. Values that are not finite are refused there.
-            names, keep: As for `NVFP4`.
+            names: As for `NVFP4`; and so `keep`.
             fused: Modules that an engine fuses into one, by the last part of their names: in each
                 layer, those in a row have the global scale of the largest element of all.
             group: All ranks of the replica, for a `Chunked` of which each has a part, and for a
