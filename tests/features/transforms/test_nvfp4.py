@@ -261,6 +261,53 @@ def test_global_scales_fit_the_largest_element_of_all_that_engines_fuse():
             assert same(made[fqn + name[1:]], one), fqn
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        ("q_proj", "k_proj", "v_proj", "b_proj", "g_proj", "f_a_proj", "g_a_proj"),
+        ("q_proj", "k_proj", "v_proj", "index_q_proj", "index_k_proj"),
+        ("q_proj", "k_proj", "v_proj", "indexer.index_qk_proj"),
+        ("q_a_proj", "kv_a_proj_with_mqa", "g_proj"),
+        ("key_proj", "value_proj"),
+        ("q", "k", "v"),
+        ("query", "key", "value"),
+        ("query_net", "key_net", "value_net"),
+        ("wq", "wk", "wv"),
+        ("wk", "weights_proj"),
+        ("wq_a", "wkv"),
+        ("wq_a", "wkv_a_with_mqa"),
+        ("wkv", "wgate"),
+        ("wq_du", "wk_dv", "wv_dv", "wr_du"),
+        ("in_proj_qkv", "in_proj_z"),
+        ("in_proj_b", "in_proj_a"),
+        ("gate_proj", "up_proj"),
+        ("gate_proj", "dense_h_to_4h"),
+        ("w1", "w3"),
+        ("fc1", "fc3"),
+        ("c_fc_0", "c_fc_1"),
+        ("input_mix_weight_down", "block_inject_weight"),
+    ],
+)
+@pytest.mark.parametrize("outer", ["", "layers.3.attn."])
+def test_what_some_model_of_vllm_fuses_has_one_global_scale(row, outer):
+    fused = {f"{outer}{name}.weight": torch.full((1, 16), 2.0**n) for n, name in enumerate(row)}
+    others = {f"layers.{n}.attn.{row[0]}.weight": torch.full((1, 16), 64.0) for n in (2, 33)}
+    others |= {f"{outer}{name}": torch.full((1, 16), 64.0) for name in ("o_proj.weight", "weight")}
+    found = NVFP4.fitted(fused | others, ["*"]).global_scales
+    largest = scale_of(torch.tensor(2.0 ** (len(row) - 1)))
+    assert {fqn: found[fqn] for fqn in fused} == dict.fromkeys(fused, largest)
+    assert {fqn: found[fqn] for fqn in others} == dict.fromkeys(others, scale_of(torch.tensor(64)))
+
+
+def test_rows_that_have_a_module_in_common_are_one():
+    tensors = {f"m.{name}": torch.full((1, 16), 2.0**n) for n, name in enumerate("abcdefg")}
+    tensors = {f"{fqn}.weight": tensor for fqn, tensor in tensors.items()}
+    rows = [["a", "b"], ["c", "d"], [], ["e", "f"], ["d", "b"]]
+    found = NVFP4.fitted(tensors, ["*"], fused=rows).global_scales
+    expected = [3, 3, 3, 3, 5, 5, 6]
+    assert list(found.values()) == [scale_of(torch.tensor(2.0**n)) for n in expected]
+
+
 def test_zeros_and_what_is_not_finite_have_the_global_scale_one():
     tensors = {"a": torch.zeros(2, 16), "b": torch.full((2, 16), math.inf), "c": torch.ones(2, 16)}
     tensors["c"][0, 0] = math.nan
@@ -367,6 +414,7 @@ def test_parts_and_layers_of_a_group_fit_the_whole_tensors(on_ranks):
         (lambda: NVFP4(["*"], global_scales={7: 1.0}), "7: 1.0: expected names"),
         (lambda: NVFP4.fitted([torch.ones(2, 16)], ["*"]), "named_tensors"),
         (lambda: NVFP4.fitted({}, ["*"], fused=["q_proj"]), "fused='q_proj'"),
+        (lambda: NVFP4.fitted({}, ["*"], fused=None), "fused=None"),
     ],
 )
 def test_bad_arguments_are_named(make, found):

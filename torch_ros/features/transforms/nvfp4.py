@@ -17,11 +17,27 @@ from torch_ros.features.transforms import matrices
 from torch_ros.features.transforms.fitting import largest_of, largest_of_all
 
 SIZE = 16  # of a block
+# Of all models of vLLM 0.32. Where only some of a row are fused, sharing costs precision alone.
 FUSED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-    ("gate_proj", "up_proj"),
+    ("q_proj", "k_proj", "v_proj", "b_proj", "g_proj", "f_a_proj", "g_a_proj"),
+    ("q_proj", "index_q_proj", "index_k_proj", "indexer.index_qk_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa", "g_proj"),
+    ("key_proj", "value_proj"),
+    ("q", "k", "v"),
+    ("query", "key", "value"),
+    ("query_net", "key_net", "value_net"),
+    ("wq", "wk", "wv"),
+    ("wk", "weights_proj"),
+    ("wq_a", "wkv", "wkv_a_with_mqa"),
+    ("wkv", "wgate"),
+    ("wq_du", "wk_dv", "wv_dv", "wr_du"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+    ("gate_proj", "up_proj", "dense_h_to_4h"),
     ("w1", "w3"),
+    ("fc1", "fc3"),
+    ("c_fc_0", "c_fc_1"),
+    ("input_mix_weight_down", "block_inject_weight"),
 )
 FP4_MAX = 6.0  # of 0, 0.5, 1, 1.5, 2, 3, 4 and 6
 SCALE_OF_NOTHING = 0.125  # of a block too small beside the largest: compressed-tensors' choice
@@ -95,12 +111,14 @@ class NVFP4:
         Args:
             named_tensors: What is published then. Values that are not finite are refused there.
             names: As for `NVFP4`; and so `keep`.
-            fused: Modules that an engine fuses into one, by the last part of their names: in each
-                layer, those in a row have the global scale of the largest element of all.
+            fused: Modules that an engine fuses into one, by the last parts of their names: in each
+                layer, those in a row have the global scale of the largest element of all. Those of
+                vLLM's models, unless others are given.
             group: All ranks of the replica, for a `Chunked` of which each has a part, and for a
                 pipeline of which each has some layers. All of them call this.
         """
         arguments.instance(Mapping)("NVFP4.fitted: named_tensors", named_tensors)
+        arguments.instance(Sequence)("NVFP4.fitted: fused", fused)
         for row in fused:
             arguments.texts("NVFP4.fitted: fused", row)
         plain = cls(names, keep)
@@ -110,13 +128,13 @@ class NVFP4:
             if plain.outputs(fqn, tensor.dtype, tuple(tensor.shape))
         }
         largest = largest_of_all(taken, group)
-        shared: dict[str, float] = {}
+        heads, shared = _heads(fused), dict[str, float]()
         for fqn, value in largest.items():
-            key = _fused(fqn, fused)
+            key = _fused(fqn, heads)
             shared[key] = max(shared.get(key, 0.0), value if math.isfinite(value) else 0.0)
         values = torch.tensor(list(shared.values()), dtype=torch.float32, device="cpu")
         scales = dict(zip(shared, global_scale_of(values).tolist(), strict=True))
-        return cls(names, keep, {fqn: scales[_fused(fqn, fused)] for fqn in largest})
+        return cls(names, keep, {fqn: scales[_fused(fqn, heads)] for fqn in largest})
 
     def __repr__(self) -> str:
         """By which ranks compare theirs; errors show it, so it is short."""
@@ -169,11 +187,23 @@ class NVFP4:
             parts[f"{fqn}_packed"].copy_(packed(values))
 
 
-def _fused(fqn: str, rows: Sequence[Sequence[str]]) -> str:
+def _heads(rows: Sequence[Sequence[str]]) -> Mapping[str, str]:
+    """One module for all that are fused; rows that have a module in common are one row."""
+    heads: dict[str, str] = {}
+    for row in filter(None, rows):
+        joined = {heads.get(module, module) for module in row}
+        heads |= dict.fromkeys(row, min(joined))
+        heads = {module: min(joined) if at in joined else at for module, at in heads.items()}
+    return heads
+
+
+def _fused(fqn: str, heads: Mapping[str, str]) -> str:
     """The name that all matrices have in common of which an engine makes one."""
-    *outer, module, leaf = ["", "", *fqn.split(".")]
-    row = next((row for row in rows if module in row), (module,))
-    return ".".join([*outer, row[0], leaf])
+    *outer, leaf = fqn.split(".")
+    for parts in (2, 1):
+        if (module := ".".join(outer[-parts:])) in heads:
+            return ".".join([*outer[:-parts], heads[module], leaf])
+    return fqn
 
 
 def _blocks(fqn: str, dims: int) -> Mapping[str, MadeTensor]:
