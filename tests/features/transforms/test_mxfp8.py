@@ -111,6 +111,7 @@ def test_only_named_matrices_of_floating_point_are_quantised():
         "a_proj.weight": torch.randn(4, 64),
         "mlp.gate.weight": torch.randn(4, 40),  # a router
         "norm.weight": torch.randn(64),
+        "patches_proj.weight": torch.randn(2, 4, 32, 32),  # a convolution
         "scalar": torch.tensor(2.5),
         "int_proj.weight": torch.ones(3, 32, dtype=torch.int32),
         "fp8_proj.weight": torch.randn(3, 32).to(torch.float8_e5m2),
@@ -122,6 +123,7 @@ def test_only_named_matrices_of_floating_point_are_quantised():
         "a_proj.weight.s": torch.uint8,
         "mlp.gate.weight": torch.bfloat16,
         "norm.weight": torch.bfloat16,
+        "patches_proj.weight": torch.bfloat16,
         "scalar": torch.bfloat16,
         "int_proj.weight": torch.int32,
         "fp8_proj.weight": torch.bfloat16,

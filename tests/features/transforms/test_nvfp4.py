@@ -3,6 +3,7 @@
 import math
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -146,6 +147,9 @@ def test_only_named_matrices_of_floating_point_are_quantised():
         "a_proj.weight": torch.randn(4, 32),
         "mlp.gate.weight": torch.randn(4, 40),  # a router
         "norm.weight": torch.randn(32),
+        "stack_proj.weight": torch.randn(2, 4, 32),
+        "patches_proj.weight": torch.randn(2, 4, 16, 16),  # a convolution
+        "video_proj.weight": torch.randn(2, 4, 2, 16, 16),
         "none_proj.weight": torch.empty(0, 32),
         "scalar": torch.tensor(2.5),
         "int_proj.weight": torch.ones(3, 16, dtype=torch.int32),
@@ -158,6 +162,11 @@ def test_only_named_matrices_of_floating_point_are_quantised():
         "a_proj.weight_global_scale": (torch.float32, (1,)),
         "mlp.gate.weight": (torch.bfloat16, (4, 40)),
         "norm.weight": (torch.bfloat16, (32,)),
+        "stack_proj.weight_packed": (torch.uint8, (2, 4, 16)),
+        "stack_proj.weight_scale": (FP8, (2, 4, 2)),
+        "stack_proj.weight_global_scale": (torch.float32, (1,)),
+        "patches_proj.weight": (torch.bfloat16, (2, 4, 16, 16)),
+        "video_proj.weight": (torch.bfloat16, (2, 4, 2, 16, 16)),
         "none_proj.weight": (torch.bfloat16, (0, 32)),
         "scalar": (torch.bfloat16, ()),
         "int_proj.weight": (torch.int32, (3, 16)),
@@ -223,12 +232,22 @@ def test_a_shard_that_cuts_a_block_is_refused_before_anything_is_copied(box, fou
 
 
 @pytest.mark.parametrize("box", [(0, 2, 0, 48), (1, 3, 0, 48), (0, 3, 16, 48)])
-@pytest.mark.parametrize("told", [None, {"v": 1.0}])
-def test_a_shard_without_a_global_scale_is_refused_before_anything_is_copied(box, told):
+def test_a_shard_without_a_global_scale_is_refused_before_anything_is_copied(box):
     part, _ = shard((3, 48), box)
-    found = refused({"a": torch.ones(3, 16), "w": part}, NVFP4(["*"], global_scales=told))
+    found = refused({"a": torch.ones(3, 16), "w": part}, ALL)
     assert "'w_global_scale' is made of the whole tensor" in found
     assert "global_scales=" in found
+
+
+@pytest.mark.parametrize("told", [{}, {"a": 1.0, "v": 1.0}])
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_one_that_is_not_among_the_global_scales_is_refused_by_name(told, is_sharded):
+    part, full = shard((3, 48), (0, 2, 0, 48))
+    tensors = {"a": torch.ones(3, 16)} if told else {}
+    tensors |= {"w": part if is_sharded else full, "lm_head": torch.ones(3, 16)}
+    found = refused(tensors, NVFP4(["*"], ["lm_head"], global_scales=told))
+    assert f"tensor 'w' has none of the {len(told)} global_scales of NVFP4" in found
+    assert "name it in keep" in found
 
 
 # Global scales
@@ -399,6 +418,21 @@ def test_parts_and_layers_of_a_group_fit_the_whole_tensors(on_ranks):
     assert on_ranks(2, fitted) == [expected] * 2
 
 
+@pytest.mark.parametrize("boxes", [[(0, 3, 0, 16)], []])
+def test_a_part_without_a_group_is_refused_by_name(boxes):
+    part, _ = shard((3, 48), *boxes)
+    tensors = {"a": torch.ones(2, 16), "w": part}
+    here = 48 * len(boxes)
+    with pytest.raises(UsageError, match=rf"'w' is a Chunked .* has {here} of 144 .* pass group="):
+        NVFP4.fitted(tensors, ["*"])
+    assert NVFP4.fitted(tensors, ["*"], keep=["w"]).global_scales == {"a": 2688}
+
+
+def test_all_boxes_of_a_tensor_need_no_group():
+    boxes, full = shard((3, 48), (0, 3, 0, 16), (0, 1, 16, 48), (1, 3, 16, 48))
+    assert NVFP4.fitted({"w": boxes}, ["*"]) == NVFP4.fitted({"w": full}, ["*"])
+
+
 @pytest.mark.parametrize(
     ("make", "found"),
     [
@@ -412,7 +446,9 @@ def test_parts_and_layers_of_a_group_fit_the_whole_tensors(on_ranks):
         (lambda: NVFP4(["*"], global_scales={"w": True}), "'w': True: expected names"),
         (lambda: NVFP4(["*"], global_scales={"w": torch.ones(1)}), "'w': tensor.* expected names"),
         (lambda: NVFP4(["*"], global_scales={7: 1.0}), "7: 1.0: expected names"),
-        (lambda: NVFP4.fitted([torch.ones(2, 16)], ["*"]), "named_tensors"),
+        (lambda: NVFP4.fitted([torch.ones(2, 16)], ["*"]), "found a list, expected a mapping"),
+        (lambda: NVFP4.fitted({"w": [1.0]}, ["*"]), "'w' is a list, not a tensor"),
+        (lambda: NVFP4.fitted({7: torch.ones(2, 16)}, ["*"]), "key 7 is not a string"),
         (lambda: NVFP4.fitted({}, ["*"], fused=["q_proj"]), "fused='q_proj'"),
         (lambda: NVFP4.fitted({}, ["*"], fused=None), "fused=None"),
     ],
@@ -430,3 +466,10 @@ def test_ranks_tell_by_the_repr_whether_theirs_are_equal_and_it_is_short():
     assert len(repr(one)) < 100
     for changed in (None, scales | {"layers.7.weight": 7.5}):
         assert repr(one) != repr(NVFP4(["a"], ["b"], changed))
+
+
+def test_equal_ones_have_equal_reprs_and_hashes():
+    one, other = (NVFP4(["a"], global_scales={"w": scale}) for scale in (1, np.float64(1)))
+    assert (repr(one), hash(one), one) == (repr(other), hash(other), other)
+    assert one != NVFP4(["a"], global_scales={"w": 2})
+    assert len({NVFP4(["a"]), NVFP4(["b"]), NVFP4(["a"])}) == 2

@@ -124,6 +124,7 @@ def test_only_named_matrices_of_floating_point_are_quantised():
         "gate_proj.weight": torch.randn(4, 6),
         "norm.weight": torch.randn(4, 6),
         "b_proj.weight": torch.randn(6),
+        "patches_proj.weight": torch.randn(2, 3, 4, 4),
         "scalar_proj.weight": torch.tensor(2.5),
         "int_proj.weight": torch.ones(3, 4, dtype=torch.int32),
         "bool_proj.weight": torch.ones(3, 4, dtype=torch.bool),

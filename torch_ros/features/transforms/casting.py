@@ -51,9 +51,10 @@ class Float8:
 
     A scale is the largest absolute value of its row, or its block, divided by 448, and 1 if all of
     them are zero. An element divided by its scale is rounded to the nearest float8; that times the
-    scale is nearly the element. A tensor of more than two dimensions, such as a stack of experts,
-    is taken for so many matrices. Tensors of fewer dimensions, and all that are not floating-point
-    ones of 16 bits or more, are left as they are.
+    scale is nearly the element. A tensor of three dimensions, such as a stack of experts, is taken
+    for so many matrices, whose rows lie along the last one; most engines want one matrix for each
+    expert, as `checkpoint_names` gives. Tensors of fewer dimensions, or of more (convolutions), and
+    all that are not floating-point ones of 16 bits or more, are left as they are.
 
     By rows, "w.weight" of shape (N, K) gets a "w.weight_scale" of shape (N, 1), as with the
     "channel" strategy of compressed-tensors; a shard has whole rows. With `block=(128, 128)` it

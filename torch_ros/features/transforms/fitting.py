@@ -1,5 +1,6 @@
 """The largest absolute values of tensors, of which other ranks have parts."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -7,6 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from torch_ros.errors import UsageError
+from torch_ros.weights.chunked import Chunked
 from torch_ros.weights.local import LocalTensor, local_chunks
 
 Split = tuple[DeviceMesh, tuple[int, ...]]
@@ -25,9 +28,13 @@ def largest_of_all(
 
     Args:
         group: Gathers all names and values of these ranks, too.
+
+    Raises: UsageError: There is no group, and a `Chunked` of which this rank has only a part.
     """
     together: dict[Split | torch.device, list[LocalTensor]] = {}
     for tensor in local_chunks(named_tensors):
+        if group is None:
+            _require_all(tensor, named_tensors[tensor.fqn])
         split = _split(named_tensors[tensor.fqn])
         together.setdefault(split or _device(tensor), []).append(tensor)
     found: dict[str, float] = {}
@@ -41,6 +48,16 @@ def largest_of_all(
                 dist.all_reduce(largest, dist.ReduceOp.MAX, mesh.get_group(dim))
         found |= zip((tensor.fqn for tensor in tensors), largest.tolist(), strict=True)
     return found if group is None else _gathered(found, group)
+
+
+def _require_all(local: LocalTensor, tensor: torch.Tensor) -> None:
+    here = sum(chunk.tensor.numel() for chunk in local.chunks)
+    if isinstance(tensor, Chunked) and here < math.prod(local.shape):
+        raise UsageError(
+            f"{local.fqn!r} is a Chunked of which this rank has {here:,} of "
+            f"{math.prod(local.shape):,} elements: expected a group to find the largest of all; "
+            "pass group=, on all ranks"
+        )
 
 
 def _split(tensor: torch.Tensor) -> Split | None:

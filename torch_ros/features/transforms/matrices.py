@@ -42,8 +42,8 @@ def settle_names(transform: Quantising) -> None:
 
 
 def takes(transform: Quantising, fqn: str, dtype: torch.dtype, shape: Shape) -> bool:
-    """Whether it quantises that one: a matrix, or several, of 16 bits or more, by its name."""
-    is_matrix = len(shape) > 1 and dtype.is_floating_point and dtype.itemsize > 1
+    """Whether it quantises that one: a matrix, or a stack, of 16 bits or more, by its name."""
+    is_matrix = len(shape) in (2, 3) and dtype.is_floating_point and dtype.itemsize > 1
     return is_matrix and matches(fqn, transform.names) and not matches(fqn, transform.keep)
 
 

@@ -23,9 +23,10 @@ class MXFP8:
     bits are those that compressed-tensors makes of the matrix as float32, by its schemes "MXFP8"
     and "MXFP8A16"; a block of zeros has the scale 0, which stands for the smallest.
 
-    As with `Float8`, a tensor of more than two dimensions is taken for so many matrices, and those
-    of fewer, or not of 16 floating-point bits or more, are left as they are. The edges of shards
-    lie between blocks. A matrix whose K is no multiple of 32 is an error, as it is there.
+    As with `Float8`, a tensor of three dimensions is taken for so many matrices, with blocks along
+    the last one; those of fewer or more, or not of 16 floating-point bits or more, are left as they
+    are. The edges of shards lie between blocks. A matrix whose K is no multiple of 32 is an error,
+    as it is there.
 
     Args:
         names: Names of the tensors to quantise, as patterns ("*_proj.weight").

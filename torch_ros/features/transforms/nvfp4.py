@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Self
 
@@ -15,6 +15,7 @@ from torch_ros.copies.transforms import MadeTensor, Shape
 from torch_ros.errors import UsageError
 from torch_ros.features.transforms import matrices
 from torch_ros.features.transforms.fitting import largest_of, largest_of_all
+from torch_ros.weights.local import local_chunks
 
 SIZE = 16  # of a block
 # Of all models of vLLM 0.32. Where only some of a row are fused, sharing costs precision alone.
@@ -59,24 +60,25 @@ class NVFP4:
     are those that compressed-tensors makes of the matrix as float32.
 
     A global scale is made of a whole tensor. Shards have to be told theirs, by `global_scales`. So
-    have matrices that an engine fuses: vLLM uses one for queries, keys and values; where theirs
-    differ it computes with other weights, and only warns. `NVFP4.fitted` finds all of them.
+    have matrices that an engine fuses: vLLM uses one for queries, keys and values, and one for gate
+    and up; where theirs differ, as after a plain `NVFP4(names)`, it computes with other weights,
+    and only warns. `NVFP4.fitted` finds all of them.
 
-    As with `Float8`, a tensor of more than two dimensions is taken for so many matrices, here with
-    one global scale, and those of fewer, or not of 16 floating-point bits or more, are left as they
-    are; so are empty ones. The edges of shards lie between blocks. A matrix whose K is no multiple
-    of 16 is an error, as it is there.
+    As with `Float8`, a tensor of three dimensions is taken for so many matrices, here with one
+    global scale, and with blocks along the last dimension; those of fewer or more, or not of 16
+    floating-point bits or more, are left as they are; so are empty ones. The edges of shards lie
+    between blocks. A matrix whose K is no multiple of 16 is an error, as it is there.
 
     Args:
         names: Names of the tensors to quantise, as patterns ("*_proj.weight").
         keep: Those among them that are left as they are ("*.mlp.gate.*").
-        global_scales: By names of tensors. Elements that are too large for theirs become the
-            largest that there is.
+        global_scales: By names of tensors: of all that are quantised. Elements that are too large
+            for theirs become the largest that there is. None: each tensor has its own.
     """
 
     names: Sequence[str]
     keep: Sequence[str] = ()
-    global_scales: Mapping[str, float] | None = None
+    global_scales: Mapping[str, float] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         matrices.settle_names(self)
@@ -92,7 +94,8 @@ class NVFP4:
                     f"NVFP4: global_scales: {fqn!r}: {scale!r}: expected names, and for each a "
                     "positive number that is finite and normal as float32"
                 )
-        object.__setattr__(self, "global_scales", dict(sorted(given.items())))
+        plain = {fqn: float(scale) for fqn, scale in sorted(given.items())}  # equal by repr
+        object.__setattr__(self, "global_scales", plain)
 
     @classmethod
     def fitted(
@@ -106,7 +109,8 @@ class NVFP4:
     ) -> Self:
         """Find the global scales of these tensors, for one version.
 
-        Called by all ranks of a DTensor's mesh over which it is sharded; else by any rank.
+        Collective on all ranks of a DTensor's mesh over which it is sharded, and of `group`: an
+        error on one leaves the others waiting, until torch's timeout. Else called by any rank.
 
         Args:
             named_tensors: What is published then. Values that are not finite are refused there.
@@ -116,16 +120,18 @@ class NVFP4:
                 vLLM's models, unless others are given.
             group: All ranks of the replica, for a `Chunked` of which each has a part, and for a
                 pipeline of which each has some layers. All of them call this.
+
+        Raises: UsageError: As `publish_copy` of these tensors; or there is no `group`, and a
+            `Chunked` of which this rank has only a part.
         """
-        arguments.instance(Mapping)("NVFP4.fitted: named_tensors", named_tensors)
         arguments.instance(Sequence)("NVFP4.fitted: fused", fused)
         for row in fused:
             arguments.texts("NVFP4.fitted: fused", row)
         plain = cls(names, keep)
         taken = {
-            fqn: tensor
-            for fqn, tensor in named_tensors.items()
-            if plain.outputs(fqn, tensor.dtype, tuple(tensor.shape))
+            tensor.fqn: named_tensors[tensor.fqn]
+            for tensor in local_chunks(named_tensors)
+            if plain.outputs(tensor.fqn, tensor.dtype, tensor.shape)
         }
         largest = largest_of_all(taken, group)
         heads, shared = _heads(fused), dict[str, float]()
@@ -147,13 +153,20 @@ class NVFP4:
     def outputs(self, fqn: str, dtype: torch.dtype, shape: Shape) -> Mapping[str, MadeTensor]:
         """Its elements, packed, its scales, and its global scale.
 
-        Raises: UsageError: Its rows are no whole blocks.
+        Raises: UsageError: Its rows are no whole blocks, or its global scale is not among those
+            that were given.
         """
         if not matrices.takes(self, fqn, dtype, shape) or not math.prod(shape):
             return {}
         matrices.require_whole_blocks(self, fqn, shape, SIZE)
-        is_told = fqn in (self.global_scales or {})
-        made_of = (1,) * len(shape) if is_told else shape
+        told = self.global_scales
+        if told is not None and fqn not in told:
+            raise UsageError(
+                f"tensor {fqn!r} has none of the {len(told)} global_scales of NVFP4: "
+                "expected one for each tensor to quantise; call NVFP4.fitted with what is "
+                "published, or name it in keep"
+            )
+        made_of = shape if told is None else (1,) * len(shape)
         single = MadeTensor(torch.float32, made_of, is_single=True)
         return {**_blocks(fqn, len(shape)), f"{fqn}_global_scale": single}
 
@@ -163,7 +176,7 @@ class NVFP4:
         Raises: UsageError: An element is not finite.
         """
         global_scale = made[f"{fqn}_global_scale"]
-        told = (self.global_scales or {}).get(fqn)
+        told = None if self.global_scales is None else self.global_scales[fqn]
         if told is None:
             largest = largest_of(box)
             matrices.require_finite(fqn, largest)
