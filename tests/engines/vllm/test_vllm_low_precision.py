@@ -1,5 +1,6 @@
 """Engines of quantised weights follow a trainer, with the configurations that the page shows."""
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -13,8 +14,9 @@ PAGE = Path(__file__).parents[3] / "docs" / "integrations" / "low_precision.md"
 SHOWN = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)]
 CONFIGS = {config["format"]: config for config in SHOWN}
 
-NAMES = ["*.weight"]
-KEEP = ["lm_head.*", "*.embed_tokens.*", "*.mlp.gate.*", "*.experts.*"]
+NAMES, KEEP = ast.literal_eval(
+    re.search(r"^names, keep = (.*)$", PAGE.read_text(), re.MULTILINE)[1]
+)
 SCALES = "model.layers.1.self_attn.o_proj.weight_scale"
 
 
@@ -22,7 +24,7 @@ SCALES = "model.layers.1.self_attn.o_proj.weight_scale"
     ("kind", "form"), [("mxfp8", "mxfp8-quantized"), ("nvfp4", "nvfp4-pack-quantized")]
 )
 def test_it_answers_as_a_model_of_the_rounded_weights(tiny, train, etcd_endpoint, kind, form):
-    config = CONFIGS[form] | {"ignore": [*CONFIGS[form]["ignore"], "re:.*experts.*"]}
+    config = CONFIGS[form]
     with running_engine(tiny("moe"), hf_overrides={"quantization_config": config}) as engine:
         trainer = train(engine.path, kind)
         with attach(engine.llm, model=kind, options={"endpoint": etcd_endpoint}) as policy:
