@@ -340,7 +340,7 @@ class Faulty:
             "expected names, and for each a MadeTensor with a `per` of 2",
         ),
         (Faulty({7: MadeTensor(FP8, (1, 1))}), "expected names"),
-        (Faulty({"w": MadeTensor(FP8, (1,))}), r"per=\(1,\)\)}, expected names"),
+        (Faulty({"w": MadeTensor(FP8, (1,))}), r"is_single=False\)}, expected names"),
         (Faulty({"x": MadeTensor(FP8, (1, 1))}), "'x' is made of 'w' and of 'x'"),
         (Cast(torch.float4_e2m1fn_x2), r"'w': Cast.* failed"),
     ],
