@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from features.transforms.copying import copied, same, shard, whole
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -270,6 +270,7 @@ boxes = st.lists(
 ).map(lambda dims: tuple(zip(*dims, strict=True)) or ((), ()))
 
 
+@settings(deadline=None)  # cores may be busy
 @given(boxes, st.integers(0, 100))
 def test_pieces_are_all_of_a_box_once_in_whole_units(box, most):
     sizes, units = box

@@ -121,8 +121,9 @@ class NVFP4:
             group: All ranks of the replica, for a `Chunked` of which each has a part, and for a
                 pipeline of which each has some layers. All of them call this.
 
-        Raises: UsageError: As `publish_copy` of these tensors; or there is no `group`, and a
-            `Chunked` of which this rank has only a part.
+        Raises:
+            UsageError: As `publish_copy` of these tensors; or there is no `group`, and a `Chunked`
+                of which this rank has only a part.
         """
         arguments.instance(Sequence)("NVFP4.fitted: fused", fused)
         for row in fused:
@@ -153,8 +154,9 @@ class NVFP4:
     def outputs(self, fqn: str, dtype: torch.dtype, shape: Shape) -> Mapping[str, MadeTensor]:
         """Its elements, packed, its scales, and its global scale.
 
-        Raises: UsageError: Its rows are no whole blocks, or its global scale is not among those
-            that were given.
+        Raises:
+            UsageError: Its rows are no whole blocks, or its global scale is not among those that
+                were given.
         """
         if not matrices.takes(self, fqn, dtype, shape) or not math.prod(shape):
             return {}
