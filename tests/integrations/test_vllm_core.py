@@ -313,10 +313,29 @@ def test_an_engine_that_is_born_without_a_version_answers_nobody_until_one_comes
     assert engine.get_weight_version() == "1"
 
 
-def test_an_engine_that_was_not_asked_what_it_was_born_with_has_no_version(caplog):
+def test_an_engine_that_was_not_asked_what_it_was_born_with_has_no_version():
     engine = engine_core(backend=None, load_format="torch_ros")  # a vLLM that we do not know
-    engine.collective_rpc("init_weight_transfer_engine")
+    for _ in range(2):  # the same once a driver has attached
+        assert engine.get_weight_version() == core.NO_VERSION
+        engine.add_request(request())
+        assert len(engine.scheduler.running) <= 1
+        with pytest.raises(RuntimeError, match="found none yet"):
+            engine.resume_scheduler()
+        engine.collective_rpc("init_weight_transfer_engine")
+    update(engine, 1)
+    engine.add_request(request())
+    assert engine.get_weight_version() == "1"
+    assert [one.request_id for one in engine.scheduler.running] == ["r"]
+
+
+def test_workers_that_were_born_with_different_versions_have_none():
+    engine = engine_core(backend=None, load_format="torch_ros")
+    for version, worker in enumerate(engine.workers):
+        worker.weight_transfer_engine.active = version
+    engine._initialize_kv_caches("a config")
     assert engine.get_weight_version() == core.NO_VERSION
+    with pytest.raises(RuntimeError, match="found none: several"):
+        engine.resume_scheduler()
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])

@@ -26,6 +26,7 @@ BACKEND = "torch_ros"  # also the load format of engines that are born with a ve
 EMPTY = ("dummy", BACKEND)  # load formats of engines that may start without one
 BY_HAND = "loaded by hand"
 LACK = "_torch_ros_lack"  # on a core: why it lacks a version; "": one has come; at first: unset
+UNASKED = "none yet: this vLLM does not say what it was born with"
 DUMMY = "none yet: it was started with dummy weights"
 WAY_OUT = "update it to a version, or load all weights by `reload_weights`, then resume it"
 MISSING = (
@@ -94,7 +95,10 @@ def _start(own: Any, core: Any, *args: Any, **named: Any) -> Any:
     """Note, once the workers have loaded, which version the engine was born with."""
     found = own(core, *args, **named)
     if core.vllm_config.load_config.load_format == BACKEND:
-        version, uid, lack = core.collective_rpc(born)[0]  # all say the same
+        said = core.collective_rpc(born)
+        version, uid, lack = said[0]
+        if len(set(said)) > 1:
+            lack = lack or f"several: its workers say {', '.join(sorted(map(str, said)))}"
         if lack:
             _lack(core, f"none: {lack}")
         else:
@@ -219,7 +223,7 @@ OVERWRITING = ("reload_weights", "reset_weights")  # calls of vLLM's own, which 
 
 def _version(own: Any, core: Any) -> Any:
     """A driver may have named the next version before it came to know that the update failed."""
-    return NO_VERSION if getattr(core, LACK, "") else own(core)
+    return NO_VERSION if _lack_of(core) else own(core)
 
 
 def _add(own: Any, core: Any, request: Any, *args: Any, **named: Any) -> None:
@@ -230,7 +234,7 @@ def _add(own: Any, core: Any, request: Any, *args: Any, **named: Any) -> None:
     own(core, request, *args, **named)
     if core.is_pooling_model:
         return
-    if not (lack := getattr(core, LACK, "")) and (lack := core_adapters.refusal(core, request)):
+    if not (lack := _lack_of(core)) and (lack := core_adapters.refusal(core, request)):
         log.warning("request %s is refused: %s", request.request_id, lack)
     if lack:
         core.scheduler.finish_requests([request.request_id], _failed())
@@ -243,7 +247,7 @@ def _resume(own: Any, core: Any) -> Any:
     Engines that share their experts wait for each other in vLLM's call, and would answer by parts
     of each other's weights: if one of them lacks a version, all refuse.
     """
-    lack = bool(getattr(core, LACK, ""))
+    lack = bool(_lack_of(core))
     group = getattr(core, "dp_group", None)
     if group is not None and _is_ours(core):
         lack = core.vllm_config.parallel_config.has_unfinished_dp(group, lack)
@@ -252,8 +256,17 @@ def _resume(own: Any, core: Any) -> Any:
     return own(core)
 
 
+def _lack_of(core: Any) -> str:
+    """The reason why it lacks a version; "": it has one, as far as anybody knows.
+
+    An engine that is born with one says so; a vLLM in which it cannot has none until an update.
+    """
+    is_unasked = core.vllm_config.load_config.load_format == BACKEND and not hasattr(core, LACK)
+    return UNASKED if is_unasked else str(getattr(core, LACK, ""))
+
+
 def _refusal(core: Any) -> NotAvailable:
-    lack = getattr(core, LACK, "") or "none on an engine beside it"
+    lack = _lack_of(core) or "none on an engine beside it"
     return NotAvailable(
         f"this engine: expected a whole version of its weights, found {lack}; {WAY_OUT}"
     )
