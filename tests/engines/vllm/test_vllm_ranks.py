@@ -6,7 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
+from torch_ros.errors import DeadlineExceeded, SourceLost
+from torch_ros.integrations.together import Together
+from torch_ros.integrations.vllm import born
+from torch_ros.integrations.vllm.born import BornEngine, ROSBornInfo, ROSModelLoader
 from torch_ros.integrations.vllm.engine import ROSWeightTransferEngine
 from torch_ros.integrations.vllm.trainer import ROSTrainerInitInfo, ROSTrainerWeightTransferEngine
 
@@ -87,6 +92,96 @@ def test_a_configuration_that_is_refused_leaves_the_model_that_is_followed(pair)
     assert "EPLB" in str(last)
     assert [worker.handle for worker in workers] == handles
     assert not any(handle.is_closed for handle in handles)
+
+
+class Born(BornEngine):
+    """A rank at its birth, whose installs end as they are told to."""
+
+    _ranks = None
+
+    def __init__(self, ranks, ends):
+        config = SimpleNamespace(parallel_config=None, model_config=None)
+        super().__init__(None, config, torch.device("cpu"), torch.nn.Linear(2, 2))
+        self._ranks, self._ends = ranks, list(ends)
+        self._first = ROSBornInfo("m", replica="r", timeout_s=1.0)
+        self._together = Together(ranks.rank, ranks, None)
+        handle = SimpleNamespace(rank=ranks.rank)
+        self._installer = SimpleNamespace(handle=handle, install=self._install_once)
+        self.looks = 0
+
+    def _look(self, wait_s):
+        self.looks += 1
+        return ""
+
+    def _install_once(self, version, timeout_s):
+        if (end := self._ends.pop(0)) is not None:
+            raise end
+
+
+LEFT, LATE = SourceLost("trainer", "it left", 0, 12), DeadlineExceeded("read", 1.0, "no answer")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "looks", "lack"),
+    [
+        ([LEFT, None], [LATE, None], 2, ""),
+        ([LATE], [LEFT], 1, "DeadlineExceeded"),
+        ([LEFT] * 10, [LATE] * 10, 10, "SourceLost"),
+    ],
+    ids=["tried again", "given up", "never well"],
+)
+def test_ranks_with_different_errors_at_birth_go_the_same_way(first, second, looks, lack):
+    """One that looked again alone would wait for the other for ever."""
+    shared = threading.Barrier(2, timeout=10), [None, None]
+    pair = [Born(Ranks(rank, *shared), ends) for rank, ends in enumerate((first, second))]
+    with ThreadPoolExecutor(2) as threads:
+        said = list(threads.map(lambda one: one._bring(), pair))
+    assert said[0] == said[1]
+    assert said[0].startswith(lack)
+    assert bool(said[0]) == bool(lack)
+    assert [one.looks for one in pair] == [looks, looks]
+
+
+@pytest.fixture
+def loader():
+    load = SimpleNamespace(model_loader_extra_config={"model": "m"}, device=None)
+    return ROSModelLoader(load)
+
+
+def test_a_model_is_loaded_on_the_device_that_it_was_made_on(loader, monkeypatch):
+    """vLLM calls the loader outside of that device's context."""
+    made = []
+
+    class Spy:
+        def __init__(self, transfer, config, device, model):
+            made.append(device)
+
+        def begin(self, info):
+            pass
+
+    monkeypatch.setattr(born, "BornEngine", Spy)
+    place = SimpleNamespace(device="meta")
+    loader._vllm_config = SimpleNamespace(weight_transfer_config=None, device_config=place)
+    loader.load_weights(torch.nn.Linear(2, 2), SimpleNamespace())
+    assert made == [torch.device("meta")]
+
+
+def test_a_start_that_fails_after_it_was_loaded_gives_its_seat_back(loader, monkeypatch):
+    class Failed(Exception):
+        pass
+
+    closed = []
+    loader._born = SimpleNamespace(shutdown=lambda: closed.append(True))
+
+    def fail(*_):
+        raise Failed
+
+    monkeypatch.setattr(BaseModelLoader, "load_model", fail)
+    parallel = SimpleNamespace(data_parallel_size=1)
+    names = {"speculative_config": None, "weight_transfer_config": None}
+    with pytest.raises(Failed):
+        loader.load_model(SimpleNamespace(parallel_config=parallel, **names), None)
+    assert closed == [True]
 
 
 def test_a_trainer_ends_the_session_of_an_update_that_failed():

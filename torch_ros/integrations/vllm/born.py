@@ -68,6 +68,8 @@ class ROSBornInfo(ROSInitInfo):
         arguments.text("model", self.model)
         arguments.seconds("timeout_s", self.timeout_s)
         arguments.optional(arguments.seconds)("wait_s", self.wait_s)
+        if self.draft is not None or self.draft_model is not None:
+            raise UsageError("draft, draft_model: not there; no engine is born with a draft model")
         if isinstance(self.version, str):
             if not LATEST.fullmatch(self.version):
                 raise UsageError(
@@ -131,19 +133,25 @@ class ROSModelLoader(BaseModelLoader):
         if vllm_config.weight_transfer_config is None:
             vllm_config.weight_transfer_config = WeightTransferConfig(backend=BACKEND)
         self._vllm_config = vllm_config
-        model: torch.nn.Module = super().load_model(vllm_config, model_config, prefix)
-        assert self._born is not None
-        self._born.end()
+        try:
+            model: torch.nn.Module = super().load_model(vllm_config, model_config, prefix)
+            assert self._born is not None
+            self._born.end()
+        except BaseException:
+            if self._born is not None:
+                self._born.shutdown()
+            raise
         return model
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Read the version, if there is one, into a model that vLLM has just made."""
         # vLLM ties embeddings for good if those of one version are equal, as zeros are.
         model_config.word_embeddings_untied_by_checkpoint = False
-        config, device = self._vllm_config, torch.get_default_device()
+        config = self._vllm_config
+        # Where vLLM has made the model; it loads outside of that device's context.
+        device = torch.device(self.load_config.device or config.device_config.device)
         self._born = BornEngine(config.weight_transfer_config, config, device, model)
-        with torch.device("cpu"):  # vLLM's own is the engine's
-            self._born.begin(self._info)
+        self._born.begin(self._info)
 
 
 def require_alone(vllm_config: Any) -> None:
@@ -163,6 +171,12 @@ def require_alone(vllm_config: Any) -> None:
             f"load_format='torch_ros' with updates by {transfer.backend!r}, which writes to what "
             "peers may read",
             f"pass weight_transfer_config={{'backend': '{BACKEND}'}}, or none",
+        )
+    if getattr(vllm_config, "kv_transfer_config", None) is not None:
+        raise NotSupported(
+            "load_format='torch_ros' with a KV connector, which may hold what other weights have "
+            "computed",
+            "start the engine with load_format='dummy', and update it: that drops its caches",
         )
     if parallel.data_parallel_size > 1:
         raise NotSupported(
@@ -244,6 +258,7 @@ class BornEngine(ROSWeightTransferEngine):
 
     def begin(self, info: ROSBornInfo) -> None:
         """Bring the first version into the model, or note why there is none. On all ranks."""
+        began_s = time.monotonic()
         require_plain_loading(self.model)
         together = Together(self._ranks.rank, self._ranks, None)
         together.step(lambda: self._vet(info))
@@ -254,6 +269,7 @@ class BornEngine(ROSWeightTransferEngine):
         installer.options = replace(how, relay=False, on_failure="refuse")
         self.lack = self._bring()
         installer.options = how
+        self._took_s = time.monotonic() - began_s
         if self.lack:
             log.warning("%s starts without a version: %s", self._who, self.lack)
             self._new.clear()
@@ -263,7 +279,8 @@ class BornEngine(ROSWeightTransferEngine):
         self._new.end(has_version=not self.lack)
         is_source = self._following.settle(self._first.timeout_s)
         if not self.lack:
-            log.info("%s: %s; %s", self._who, self.report, "served" if is_source else "not served")
+            what = "offered to others" if is_source else "offered to nobody"
+            log.info("%s, after %.2f s: %s; %s", self._who, self._took_s, self.report, what)
         self.model.__dict__[BORN] = self
 
     def forget(self) -> None:
@@ -281,20 +298,23 @@ class BornEngine(ROSWeightTransferEngine):
         return self._installer
 
     def _bring(self) -> str:
-        """The reason why there is no version; "": it is there."""
+        """The reason why there is no version; "": it is there. The same on all ranks."""
         info, lack = self._first, ""
         for _ in range(TRIES if isinstance(info.version, str) else 1):
             if lack := self._await():
                 return lack
+            lack, is_over = "", True
             try:
                 self._following.install(info.version, info.timeout_s)
             except (VersionNotFound, SourceLost) as error:  # the trainer has gone on
-                lack = _told(error)
+                lack, is_over = _told(error), False
             except Exception as error:
                 log.exception("the first version cannot be loaded")
-                return _told(error)
-            else:
-                return ""
+                lack = _told(error)
+            # Each rank has an error of its own, and all go the same way.
+            lack, is_over = self._together.gather((lack, is_over))[0]
+            if is_over:
+                break
         return lack
 
     def _await(self) -> str:
