@@ -1,5 +1,8 @@
 """Tiny models, and trainers of them."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 from rollouts import COMMON, Trainer
 
@@ -55,6 +58,18 @@ def tiny(tmp_path_factory):
             made[kind] = str(tmp_path_factory.mktemp(kind.replace(" ", "-")))
             model.save_pretrained(made[kind])
         return made[kind]
+
+    return make
+
+
+@pytest.fixture
+def place(tiny, tmp_path):
+    """Make folders of a model without its weights: `place(kind)`."""
+
+    def make(kind):
+        (folder := tmp_path / kind).mkdir(exist_ok=True)
+        shutil.copy(Path(tiny(kind)) / "config.json", folder)
+        return str(folder)
 
     return make
 

@@ -17,6 +17,7 @@ from torch_ros.bucket.archive import Archiver, Form
 
 HERE = Path(__file__).parent
 PLAIN = str(HERE / "plain")  # the plug-in's path
+GATE = {"middleware": "torch_ros.integrations.vllm.gate.Gate"}
 START_S = 600  # for a server to come up
 
 # vLLM reads these when it is imported; its processes inherit them.
@@ -258,6 +259,18 @@ class ServerUnderTest:
             body = {"model": model, "token_ids": prompt, "sampling_params": params}
             answer = self.ask("inference/v1/generate", body, **headers)
             assert answer["choices"][0]["token_ids"] == expected
+
+
+def replica(endpoint, **how):
+    """Fields of an engine that is one."""
+    return {"replica": "vllm", "options": {"endpoint": endpoint, "digests": "full"}} | how
+
+
+def at_birth(model, **how):
+    """Options of a server that is born with a version, and says so while it is not."""
+    extra = json.dumps({"model": model, **how})
+    flags = {"load-format": "torch_ros", "model-loader-extra-config": extra}
+    return flags | {"weight-transfer-config": None} | GATE
 
 
 @contextmanager

@@ -1,15 +1,13 @@
 """An engine that is born with a version: it answers as the trainer's model does from the start."""
 
 import json
-import shutil
 import urllib.error
 from contextlib import closing, contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from kit import until
-from rollouts import FarAway, ServerUnderTest, running_engine, running_server
+from rollouts import FarAway, ServerUnderTest, at_birth, replica, running_engine, running_server
 from test_vllm import read_by_a_plain_process
 
 import torch_ros
@@ -20,7 +18,6 @@ from torch_ros.integrations.vllm.core import NO_VERSION
 
 NORM = "model.layers.1.input_layernorm.weight"
 NOBODY = "etcd://127.0.0.1:9"  # an engine of a bucket could not ask any other
-GATE = {"middleware": "torch_ros.integrations.vllm.gate.Gate"}
 KINDS = {  # the model, the workers, and whether weights stay as they were loaded
     "one": ("untied", 1, True),
     "two": ("untied", 2, True),
@@ -29,29 +26,6 @@ KINDS = {  # the model, the workers, and whether weights stay as they were loade
     "packed": ("tied", 1, False),
     "packed experts": ("moe", 1, False),
 }
-
-
-@pytest.fixture
-def place(tiny, tmp_path):
-    """Make folders of a model without its weights: `place(kind)`."""
-
-    def make(kind):
-        (folder := tmp_path / kind).mkdir(exist_ok=True)
-        shutil.copy(Path(tiny(kind)) / "config.json", folder)
-        return str(folder)
-
-    return make
-
-
-def replica(endpoint, **how):
-    return {"replica": "vllm", "options": {"endpoint": endpoint, "digests": "full"}} | how
-
-
-def at_birth(model, **how):
-    """Options of a server."""
-    extra = json.dumps({"model": model, **how})
-    flags = {"load-format": "torch_ros", "model-loader-extra-config": extra}
-    return flags | {"weight-transfer-config": None} | GATE
 
 
 @contextmanager
@@ -250,6 +224,7 @@ def test_a_start_that_waits(tiny, place, train, etcd_endpoint, tmp_path):
         ({"model": "m", "timeout_s": None}, "timeout_s=None"),
         ({"model": "m", "relay": "yes"}, "relay='yes'"),
         ({"model": "m", "direct": "maybe"}, "direct='maybe'"),
+        ({"model": "m", "draft": "follow"}, "draft, draft_model: not there"),
         ({"model": "m", "options": ["a"]}, r"options=\['a'\]: expected a mapping"),
         ({"model": "m", "options": {"replica": "a"}}, "options: replica: not there"),
         ({"model": "m", "bucket": "b", "replica": "a"}, "bucket='b' with replica='a'"),
@@ -268,17 +243,19 @@ def test_a_wrong_field_is_refused_by_name(config, found):
         ({"draft": "its own"}, r"with a draft model \(mtp\)"),
         ({"transfer": SimpleNamespace(backend="nccl")}, "updates by 'nccl'"),
         ({"data_parallel": 2}, "engines that share their experts"),
+        ({"connector": "its own"}, "a KV connector"),
     ],
-    ids=["a draft", "another backend", "experts"],
+    ids=["a draft", "another backend", "experts", "a connector"],
 )
 def test_an_engine_whose_other_parts_would_be_wrong_is_refused(changes, found):
-    def configs(draft="the target", transfer=None, data_parallel=1):
+    def configs(draft="the target", transfer=None, data_parallel=1, connector=None):
         target = "the target"  # which is also the draft of an engine that guesses by n-grams
         names = {"draft_model_config": draft, "target_model_config": target, "method": "mtp"}
         return SimpleNamespace(
             speculative_config=SimpleNamespace(**names),
             parallel_config=SimpleNamespace(data_parallel_size=data_parallel),
             weight_transfer_config=transfer,
+            kv_transfer_config=connector,
         )
 
     require_alone(configs())

@@ -6,12 +6,11 @@ import urllib.error
 from contextlib import suppress
 
 import pytest
-from rollouts import running_engine, running_server
+from rollouts import GATE, running_engine, running_server
 
 from torch_ros.integrations.vllm import attach
 from torch_ros.integrations.vllm.core import NO_VERSION
 
-GATE = {"middleware": "torch_ros.integrations.vllm.gate.Gate"}
 BAD = {"nan": ["model.norm.weight"], "is_quick": True}
 PROMPT = list(range(3, 19))
 LONG = 100  # tokens of a request that runs when an update begins
