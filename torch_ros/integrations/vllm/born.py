@@ -36,12 +36,12 @@ from torch_ros.integrations.seams import Contents, Weights
 from torch_ros.integrations.together import Together
 from torch_ros.integrations.vllm.core import BACKEND
 from torch_ros.integrations.vllm.engine import BORN, ROSInitInfo, ROSWeightTransferEngine
+from torch_ros.integrations.vllm.latest import TRIES
 from torch_ros.integrations.vllm.model import VLLMModel
 from torch_ros.printable import log_of
 
 log: logging.Logger = log_of("vllm.torch_ros")  # vLLM configures its own loggers only
 
-TRIES = 10  # for "latest", of a trainer that takes each back before the engine has read it
 TELL_S = 60.0  # between log lines of an engine that waits
 LOOK_S = 1.0  # between looks into a bucket
 LATEST = re.compile(r"latest(?:-([0-9]{1,9}))?")

@@ -2,18 +2,18 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Literal, Self
 
 import torch_ros
 from torch_ros import arguments
-from torch_ros.errors import NotSupported, SourceLost, TorchRosError, VersionNotFound
+from torch_ros.errors import NotSupported, TorchRosError
 from torch_ros.integrations.from_bucket import BucketVersions
 from torch_ros.integrations.vllm import core
+from torch_ros.integrations.vllm.latest import tried_again
 from torch_ros.integrations.vllm.offline_adapters import AttachedAdapter
 from torch_ros.integrations.vllm.told import hear
 
-TRIES = 10  # for "latest", of a trainer that takes each back before the engine has read it
 BEGIN = ("generate", "chat", "enqueue", "enqueue_chat")  # vLLM's calls by which requests come
 ENGINES_ONLY = ("retain", "spot")  # options that the handle of this process is opened without
 
@@ -116,14 +116,7 @@ class Attached:
                 version it goes on with that; else it stays paused and refuses requests, `version`
                 is None, and a later `update` may succeed.
         """
-        tries = TRIES if isinstance(version, str) else 1
-        while True:
-            tries -= 1
-            try:
-                return self._go_to(version, timeout_s)
-            except (VersionNotFound, SourceLost):
-                if not tries:
-                    raise
+        return tried_again(version, partial(self._go_to, version, timeout_s))
 
     def adapter(self, model: str) -> AttachedAdapter:
         """The LoRA adapter that is published as `model`; the same object each time.

@@ -2,14 +2,14 @@
 
 import itertools
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch_ros
-from torch_ros.errors import SourceLost, VersionNotFound
+from torch_ros.integrations.vllm.latest import tried_again
 from torch_ros.integrations.vllm.told import hear
 from torch_ros.integrations.vllm.worker_adapters import AdapterPath
 
-TRIES = 10  # for "latest", of a trainer that replaces each before the engine has read it
 _ids = itertools.count(1 << 20)  # vLLM knows adapters by them; a program counts its own from 1
 
 
@@ -38,14 +38,7 @@ class AttachedAdapter:
 
         After an error, the version before is loaded still.
         """
-        tries = TRIES if isinstance(version, str) else 1
-        while True:
-            tries -= 1
-            try:
-                return self._go_to(version, timeout_s)
-            except (VersionNotFound, SourceLost):
-                if not tries:
-                    raise
+        return tried_again(version, partial(self._go_to, version, timeout_s))
 
     def drop(self) -> None:
         """Take the adapter out of the engine; a later `update` loads one again."""
