@@ -844,16 +844,19 @@ def move(module):
     return storage
 
 
+def assert_offered(reader, published):
+    reader.register(got := {fqn: torch.zeros_like(one) for fqn, one in published.items()})
+    reader.replicate(1, timeout_s=20)
+    assert all(torch.equal(got[fqn], one) for fqn, one in published.items())
+
+
 def test_a_version_that_lies_where_it_was_read_is_offered_in_the_end(opened, trainer):
     follower = opened()
     installer, published = loaded(follower, trainer)
     assert installer.settle(20)
     assert (installer.active, follower.version) == (1, 1)
     trainer.handle.unpublish()
-    reader, got = opened(), {fqn: torch.zeros_like(one) for fqn, one in published.items()}
-    reader.register(got)
-    reader.replicate(1, timeout_s=20)
-    assert all(torch.equal(got[fqn], one) for fqn, one in published.items())
+    assert_offered(opened(), published)
 
 
 def test_memory_that_the_engine_has_left_is_let_go_and_not_offered(opened, trainer):
@@ -945,10 +948,7 @@ def test_ranks_read_their_parts_and_offer_the_whole(pair, trainer, opened):
     assert all(engine.has(published) for engine in engines)
     assert [report.direct_share for report in reports] == [1, 1]
     trainer.handle.unpublish()
-    reader, got = opened(), {fqn: torch.zeros_like(one) for fqn, one in published.items()}
-    reader.register(got)
-    reader.replicate(1, timeout_s=20)
-    assert all(torch.equal(got[fqn], one) for fqn, one in published.items())
+    assert_offered(opened(), published)
 
 
 def test_ranks_offer_what_lies_where_it_was_read_on_all_of_them_or_nothing(pair, trainer):

@@ -12,6 +12,13 @@ from torch_ros.errors import UsageError
 from torch_ros.transfer.registered import LocalState
 from torch_ros.weights.local import local_chunks
 
+NOT_FINITE = [
+    (torch.bfloat16, math.nan),
+    (torch.float16, -math.inf),
+    (torch.float32, math.inf),
+    (torch.float64, 1e300),  # as float32
+]
+
 
 def copied(tensors, *transforms):
     """The chunks of a copy by name, and the state that they are of."""
@@ -38,6 +45,12 @@ def whole(made):
 def same(one, other):
     assert (one.shape, one.dtype) == (other.shape, other.dtype)
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def assert_same(made, expected):
+    assert made.keys() == expected.keys()
+    for fqn, tensor in expected.items():
+        assert same(made[fqn], tensor), fqn
 
 
 def shard(shape, *boxes, dtype=torch.float32):

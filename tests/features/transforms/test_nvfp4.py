@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from features.transforms.copying import copied, refused, same, shard, whole
+from features.transforms.copying import NOT_FINITE, assert_same, copied, refused, same, shard, whole
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
@@ -56,12 +56,6 @@ def unpacked(made, fqn="w"):
     numbers = FP4[(codes & 7).long()] * torch.where(codes > 7, -1, 1)
     scales = made[f"{fqn}_scale"].float() / made[f"{fqn}_global_scale"]
     return numbers * scales.repeat_interleave(16, -1)
-
-
-def assert_same(made, expected):
-    assert made.keys() == expected.keys()
-    for fqn, tensor in expected.items():
-        assert same(made[fqn], tensor), fqn
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -124,15 +118,7 @@ def test_elements_too_large_for_their_global_scale_become_the_largest_there_is()
     assert unpacked(made)[0, 16:].tolist() == [6.0] * 16
 
 
-@pytest.mark.parametrize(
-    ("dtype", "value"),
-    [
-        (torch.bfloat16, math.nan),
-        (torch.float16, -math.inf),
-        (torch.float32, math.inf),
-        (torch.float64, 1e300),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "value"), NOT_FINITE)
 @pytest.mark.parametrize("is_told", [False, True])
 def test_what_is_not_finite_is_refused_by_name(dtype, value, is_told):
     tensor = torch.ones(20, 16, dtype=dtype)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from features.transforms.copying import copied, same, shard, whole
+from features.transforms.copying import NOT_FINITE, copied, same, shard, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
@@ -101,15 +101,7 @@ def test_zeros_have_scale_one_and_the_smallest_numbers_are_no_nan(block):
         assert bool((values[3] == 448).all())
 
 
-@pytest.mark.parametrize(
-    ("dtype", "value"),
-    [
-        (torch.bfloat16, math.nan),
-        (torch.float16, -math.inf),
-        (torch.float32, math.inf),
-        (torch.float64, 1e300),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "value"), NOT_FINITE)
 @pytest.mark.parametrize("block", SCALE)
 def test_what_is_not_finite_is_refused_by_name(block, dtype, value):
     tensor = torch.ones(20, 30, dtype=dtype)
