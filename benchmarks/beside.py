@@ -1,7 +1,7 @@
 """torch_ros beside its peers, which are the files of benchmarks/peers, on one host.
 
 In each round, each peer has a turn in each case, in processes of its own, while no other has any.
-What a turn does not end within its limit is ended, said, and not tried again. Every element that
+A turn that is over its limit is ended, is said, and is not tried again. Every element that
 arrives is verified. Times are from the trainer's call until the last rollout has the version in
 its own tensors. Figures are of use only from cores that do nothing else. Progress goes to stderr.
 """
@@ -76,7 +76,7 @@ def turn_of(peer: str, case: str, given: argparse.Namespace) -> dict[str, Any]:
     """One that is not done within the limit, or fails, is an error in words."""
     mark = f"{MARK}={secrets.token_hex(8)}"
     with (
-        # What a turn that is ended leaves in memory goes with its directory.
+        # A turn that is ended leaves files in memory: they go with its directory.
         tempfile.TemporaryDirectory(prefix="beside-", dir="/dev/shm") as directory,
         tempfile.TemporaryFile("w+") as output,
         tempfile.TemporaryFile("w+") as errors,

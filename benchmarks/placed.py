@@ -31,7 +31,7 @@ def by_rows(size_bytes: int, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
 
 
 def size_bytes(tensors: Tensors) -> int:
-    """Of what is here."""
+    """Bytes of the parts that are here."""
     return sum(_local(tensor).nbytes for tensor in tensors.values())
 
 

@@ -88,7 +88,7 @@ def exchange(peer: Peer, trainers: Sequence[Any], rollouts: Sequence[Any], versi
 
 
 def used_bytes() -> int:
-    """Of all processes of this turn, each page once; and of the host's files in memory."""
+    """Memory of all processes of this turn, each page once, and of the host's files in it."""
     found = entries(Path("/proc/meminfo"))["Shmem"]
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's

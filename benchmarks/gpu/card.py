@@ -45,7 +45,7 @@ class Card:
         }
 
     def matrices(self, size_bytes: int) -> dict[str, torch.Tensor]:
-        """As large as those of models; at least two."""
+        """Matrices as large as those of models; at least two."""
         rows = 4096 if self.is_gpu else 256
         count = max(2, size_bytes // (2 * rows * rows))
         return {
@@ -86,11 +86,11 @@ class Card:
         """Have torch's allocator give segments back that it does not use."""
 
     def grows(self) -> bool:
-        """Whether segments of torch's allocator can."""
+        """Whether segments of torch's allocator can grow."""
         return False
 
     def used_bytes(self) -> int:
-        """By all processes."""
+        """Bytes of the device that all processes use together."""
         return 0
 
     def peak_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""What goes wrong on a GPU, each a small piece: it works, or one sentence says why, within seconds.
+"""Dangers of a GPU, each a small piece: it works, or one sentence says why, within seconds.
 
 The piece's own process is the trainer; a reader is forked before anything is begun on the card.
 """
@@ -160,7 +160,7 @@ def pair(card: Card, *, begins: bool = True, gib: float = GIB, **options: Any) -
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """How a call went."""
+    """The way a call went: its time, and the error that it raised."""
 
     took_s: float
     error: Exception | None

@@ -133,7 +133,7 @@ class Running:
         return self.directory / self.piece.name
 
     def ended(self, limit_s: float) -> dict[str, Any]:
-        """What it found, once it has begun and ended, or its time was over."""
+        """Results of the piece, once it has begun and ended, or its time was over."""
         end_s = time.monotonic() + BEGIN_S
         while self.process.poll() is None and time.monotonic() < end_s:
             if b"ready" in self._stem.with_suffix(".rows").read_bytes():

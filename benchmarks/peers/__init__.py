@@ -1,4 +1,4 @@
-"""What else moves weights between processes: each file beside this one is a peer, run by beside.py.
+"""Peers, which move weights between processes in other ways: a file for each, run by beside.py.
 
 A peer's file defines `PEER`, as its own documents would have it used, and can be deleted. It
 imports its package at the top: where that is not installed, the run says so, and goes on.
@@ -36,7 +36,7 @@ class Trainer:
         self.place, self.rank, self.tensors = place, rank, tensors
 
     def card(self) -> Any:
-        """What rollouts are given once, before anything moves."""
+        """An object that rollouts are given once, before anything moves."""
 
     def publish(self, version: int) -> Any:
         """Return a ticket, which the program brings to each rollout."""
