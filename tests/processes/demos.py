@@ -103,8 +103,17 @@ def wait_until_none_runs(surroundings, timeout_s):
 def descendants(pid):
     """The commands of the processes below this one, by process id."""
     found = {}
-    for children in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, children.read_text().split()):
+    for child in children(pid):
+        with contextlib.suppress(OSError):  # it may end before it is read
             command = pathlib.Path(f"/proc/{child}/cmdline").read_bytes().decode()
             found |= {child: command.replace("\0", " "), **descendants(child)}
+    return found
+
+
+def children(pid):
+    """The processes that threads of this one began. A thread that ends takes its file with it."""
+    found = []
+    for thread in pathlib.Path(f"/proc/{pid}/task").glob("*"):
+        with contextlib.suppress(OSError):
+            found += map(int, (thread / "children").read_text().split())
     return found
