@@ -2,8 +2,10 @@
 
 import errno
 import fcntl
+import gc
 import os
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -151,30 +153,59 @@ def test_a_folder_that_another_process_has_written_meanwhile_is_not_written_agai
         if kind & fcntl.LOCK_EX and not others:
             real(descriptor, fcntl.LOCK_UN)
             others.append("comes")
-            others.append(pinned("a", write, 20, tmp_path))
-            os.close(others[1].descriptor)
+            others.append(pinned("a", write, 20, tmp_path).path)
         real(descriptor, kind)
 
     monkeypatch.setattr(shared_folders.fcntl, "flock", flock)
     found = pinned("a", never, 20, tmp_path)
-    assert found.path == others[1].path
+    assert found.path == others[1]
     assert (found.path / "file").exists()
 
 
-def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
+def taken_by_a_link(own):
+    (own.parent / "elsewhere").mkdir()
+    own.symlink_to(own.parent / "elsewhere")
+
+
+@pytest.mark.parametrize("take", [taken_by_a_link, Path.touch], ids=["a link", "a file"])
+def test_a_name_that_another_user_has_taken_is_not_used(tmp_path, monkeypatch, take):
+    """All processes of this user then find the same longer one."""
+    monkeypatch.setattr(shared_folders, "MEMORY", tmp_path)
+    own = tmp_path / f"torch-ros-adapters-{os.geteuid()}"
+    take(own)
+    first, again = pinned("a", write, 20), pinned("a", never, 20)
+    assert first.path == again.path
+    assert first.path.parent.name.startswith(f"{own.name}-")
+    assert first.path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr(shared_folders, "MEMORY", tmp_path)
     first = pinned("a", write, 20)
     assert first.path.parent.name == f"torch-ros-adapters-{os.geteuid()}"
-    first.let_go()
     monkeypatch.setattr(shared_folders.os, "geteuid", lambda: 4_000_000)
-    (tmp_path / "torch-ros-adapters-4000000").mkdir()
-    with pytest.raises(FolderError, match="not a folder of this user"):
+    (theirs := tmp_path / "torch-ros-adapters-4000000").mkdir()
+    assert pinned("a", write, 20).path.parent != theirs
+    assert not list(theirs.iterdir())
+
+
+def test_memory_that_is_not_to_be_written_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_folders, "MEMORY", tmp_path / "missing")
+    with pytest.raises(FolderError, match="missing/torch-ros-adapters-.*let this user write"):
         pinned("a", write, 20)
 
 
-def test_a_link_in_the_place_of_the_folder_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_folders, "MEMORY", tmp_path)
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / f"torch-ros-adapters-{os.geteuid()}").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(FolderError, match="not a folder of this user"):
-        pinned("a", write, 20)
+def test_a_folder_that_is_let_go_twice_closes_nothing_of_others(tmp_path):
+    one = pinned("a", write, 20, tmp_path)
+    one.let_go()
+    other = os.open(tmp_path, os.O_RDONLY)  # of the lowest number that is free
+    one.let_go()
+    os.close(other)
+
+
+def test_a_pin_that_is_dropped_keeps_no_folder(tmp_path):
+    path = pinned("a", write, 20, tmp_path).path
+    gc.collect()
+    other = pinned("b", write, 20, tmp_path)  # sweeps
+    assert not path.exists()
+    assert other.path.exists()

@@ -9,11 +9,12 @@ import os
 import shutil
 import stat
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from tempfile import mkdtemp
 
 from torch_ros.errors import DeadlineExceeded, FolderError, TorchRosError
 
@@ -22,16 +23,24 @@ LOOK_S = 0.01  # between two looks at a folder that another process writes
 WHOLE = "whole"  # the file that comes last
 
 
-@dataclass(frozen=True, slots=True)
 class Pinned:
-    """A folder that stays as long as this process has not let go of it."""
+    """A folder that stays as long as this process has not let go of it, or dropped this.
 
-    path: Path
-    descriptor: int
+    Args:
+        path: Where it is.
+        descriptor: Of it, open and locked; closed once, however often it is let go.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._close = weakref.finalize(self, os.close, descriptor)
 
     def let_go(self) -> None:
-        """Remove the folder, unless another process uses it; and those that a process has left."""
-        os.close(self.descriptor)
+        """Remove the folder, unless another process uses it; and those that a process has left.
+
+        May be called again.
+        """
+        self._close()
         with suppress(FileNotFoundError):  # somebody has removed them all
             sweep(self.path.parent)
 
@@ -47,7 +56,7 @@ def pinned(
         timeout_s: For another process to write it.
 
     Raises:
-        FolderError: There is no room, or the folder is another user's.
+        FolderError: There is no room, or this user may not write there.
         DeadlineExceeded: The other process has not written it.
     """
     root = root or _own(MEMORY)
@@ -106,16 +115,26 @@ def sweep(root: Path) -> None:
 
 
 def _own(memory: Path) -> Path:
-    """The folder of this user, made if it is not there; another user's could say what he likes."""
+    """The folder of this user, made if it is not there; another user's could say what he likes.
+
+    If another user has taken its name, it has a longer one, by which all processes find it.
+    """
     root = memory / f"torch-ros-adapters-{os.geteuid()}"
     try:
-        root.mkdir(mode=0o700, exist_ok=True)
-        its = root.lstat()
+        with suppress(FileExistsError):
+            root.mkdir(mode=0o700)
+        there = (root, *sorted(memory.glob(f"{root.name}-*")))
+        own = next(filter(_is_own, there), None)
+        return own or Path(mkdtemp(prefix=f"{root.name}-", dir=memory))
     except OSError as error:
         raise FolderError(str(root), error.strerror or str(error), "let this user write") from error
-    if not stat.S_ISDIR(its.st_mode) or its.st_uid != os.geteuid():
-        raise FolderError(str(root), "it is not a folder of this user", "remove it")
-    return root
+
+
+def _is_own(path: Path) -> bool:
+    with suppress(FileNotFoundError):  # one of those with longer names is gone
+        its = path.lstat()
+        return stat.S_ISDIR(its.st_mode) and its.st_uid == os.geteuid()
+    return False
 
 
 def _locks(descriptor: int, kind: int) -> bool:
