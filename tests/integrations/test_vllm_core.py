@@ -2,14 +2,14 @@
 
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from torch_ros.errors import ManifestMismatch, NotAvailable, SourceLost
+from torch_ros.errors import ManifestMismatch, NotAvailable, NotSupported, SourceLost
 from torch_ros.integrations.vllm import core, core_adapters
 from torch_ros.integrations.vllm.told import hear, tell
 
@@ -63,14 +63,16 @@ class TransferEngine:
         self._core.called.append("withdraw")
 
 
-def engine_core(backend="torch_ros", load_format="auto", *, is_process=False):
+def engine_core(backend="torch_ros", load_format="auto", *, is_process=False, is_pooling=False):
     """A core of a class of its own, which is watched."""
 
     class Core:
         def __init__(self):
             transfer = backend and SimpleNamespace(backend=backend)
             load = SimpleNamespace(load_format=load_format)
-            self.vllm_config = SimpleNamespace(weight_transfer_config=transfer, load_config=load)
+            model = SimpleNamespace(runner_type="pooling" if is_pooling else "generate")
+            names = {"weight_transfer_config": transfer, "load_config": load}
+            self.vllm_config = SimpleNamespace(model_config=model, **names)
             self.scheduler, self.encodings, self.label = Scheduler(), {"an image"}, core.FIRST
             engines = [TransferEngine(self), TransferEngine(self)]
             self.workers = [SimpleNamespace(weight_transfer_engine=one) for one in engines]
@@ -122,6 +124,12 @@ def engine_core(backend="torch_ros", load_format="auto", *, is_process=False):
 
         def resume_scheduler(self):
             self.scheduler.pause_state = PauseState.UNPAUSED
+
+        def sleep(self, level=1, mode="abort"):
+            self.called.append(f"sleep {level}")
+            paused = mode == "keep"
+            self.scheduler.pause_state = PauseState.PAUSED_ALL if paused else PauseState.PAUSED_NEW
+            return Future() if mode == "wait" else None
 
     class CoreProcess(Core):
         def __init__(self):
@@ -299,7 +307,7 @@ def test_an_engine_that_is_born_without_a_version_answers_nobody_until_one_comes
 ):
     engine = started("nobody has version 'latest'", is_process=is_process)
     [line] = caplog.messages
-    assert "found none: nobody has version 'latest'; update it" in line
+    assert "found none: nobody has version 'latest'; update it to a version, then" in line
     assert engine.get_weight_version() == core.NO_VERSION
     for _ in range(2):  # it is the same for a driver that attaches
         engine.add_request(request())
@@ -336,6 +344,25 @@ def test_workers_that_were_born_with_different_versions_have_none():
     assert engine.get_weight_version() == core.NO_VERSION
     with pytest.raises(RuntimeError, match="found none: several"):
         engine.resume_scheduler()
+
+
+def test_a_pooling_model_does_not_start_without_a_version():
+    """It would answer by zeros: vLLM has no answer of it that says that there is none."""
+    with pytest.raises(NotAvailable, match="found none: nobody has version 'latest'; a pooling"):
+        started("nobody has version 'latest'", is_pooling=True)
+    assert started(is_pooling=True).get_weight_version() == "7"
+
+
+def test_an_engine_without_files_is_not_withdrawn_to_reload_them():
+    engine = started()
+    for how in ({}, {"kwargs": {"weights_path": "elsewhere"}}):
+        with pytest.raises(RuntimeError, match="reads no files") as caught:
+            engine.collective_rpc("reload_weights", **how)
+        assert isinstance(hear(caught.value)[0], NotSupported)
+    assert engine.called == []
+    assert engine.get_weight_version() == "7"
+    engine.collective_rpc("reload_weights", None, (), {"weights_iterator": [("x", 1)]})
+    assert engine.get_weight_version() == core.BY_HAND
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
@@ -487,6 +514,34 @@ def test_weights_are_withdrawn_before_vllm_overwrites_them(call):
     update(engine, 7)
     engine.collective_rpc(call)
     assert engine.called == ["update_weights", "withdraw", "withdraw", call]
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_weights_that_sleep_has_discarded_are_no_version(mode):
+    engine = engine_core()
+    update(engine, 7)
+    engine.scheduler.running = [request("kept")]
+    asleep = engine.sleep(level=2, mode=mode)
+    assert engine.called[1:] == ["withdraw", "withdraw", "sleep 2"]
+    if mode == "wait":
+        assert engine.get_weight_version() == "7"  # requests that run are answered by it
+        asleep.set_result(None)
+    assert engine.get_weight_version() == core.NO_VERSION
+    assert len(engine.scheduler.running) == (mode == "keep")
+    with pytest.raises(RuntimeError, match="found none: sleep at level 2 has discarded it"):
+        engine.resume_scheduler()
+    update(engine, 7)
+    engine.resume_scheduler()
+    assert engine.get_weight_version() == "7"
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_lighter_sleep_keeps_the_version(level):
+    engine = engine_core()
+    update(engine, 7)
+    engine.sleep(level)
+    assert engine.called[1:] == [f"sleep {level}"]
+    assert engine.get_weight_version() == "7"
 
 
 def test_weights_that_were_set_to_zero_are_no_version():

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from torch_ros.errors import NotAvailable
+from torch_ros.errors import NotAvailable, NotSupported
 from torch_ros.integrations.vllm import core_adapters
 from torch_ros.integrations.vllm.told import heard_of_weights, tell
 from torch_ros.printable import log_of
@@ -28,7 +28,13 @@ BY_HAND = "loaded by hand"
 LACK = "_torch_ros_lack"  # on a core: why it lacks a version; "": one has come; at first: unset
 UNASKED = "none yet: this vLLM does not say what it was born with"
 DUMMY = "none yet: it was started with dummy weights"
+DISCARDING = 2  # the level of sleep from which on vLLM keeps no weights
 WAY_OUT = "update it to a version, or load all weights by `reload_weights`, then resume it"
+ONLY_WAY_OUT = "update it to a version, then resume it"  # of engines without files of weights
+NO_FILES = NotSupported(
+    "reload_weights with load_format='torch_ros', which reads no files",
+    "update the engine to a version",
+)
 MISSING = (
     "vLLM's engine core has no %s: expected it, to refuse requests while there is no version; "
     "pause the engine after an update that failed"
@@ -70,6 +76,8 @@ def _call(own: Any, core: Any, method: Any, *args: Any, **named: Any) -> Any:
         return own(core, method, *args, **named)
     if method == "init_weight_transfer_engine":
         own(core, show_draft)
+    if method == "reload_weights":
+        _require_files(core, *args, **named)
     if method in OVERWRITING:  # past the model's own load_weights, perhaps
         own(core, withdraw)
     try:
@@ -81,6 +89,13 @@ def _call(own: Any, core: Any, method: Any, *args: Any, **named: Any) -> Any:
         raise
     NOTED[method](core, lambda look: own(core, look))
     return found
+
+
+def _require_files(core: Any, _: Any = None, args: Any = (), kwargs: Any = None) -> None:
+    """Refuse to reload what vLLM has no files of, while the engine still has its version."""
+    given = next(iter(args), None) or (kwargs or {}).get("weights_iterator")
+    if core.vllm_config.load_config.load_format == BACKEND and given is None:
+        raise RuntimeError(tell(NO_FILES, None))
 
 
 def _is_ours(core: Any) -> bool:
@@ -101,9 +116,35 @@ def _start(own: Any, core: Any, *args: Any, **named: Any) -> Any:
             lack = lack or f"several: its workers say {', '.join(sorted(map(str, said)))}"
         if lack:
             _lack(core, f"none: {lack}")
+            _require_refusals(core)
         else:
             _have(core, version, uid)
     return found
+
+
+def _require_refusals(core: Any) -> None:
+    """Fail the start of a pooling model: vLLM has no answer by which that refuses a request."""
+    if core.vllm_config.model_config.runner_type == "pooling":
+        lack = _lack_of(core)
+        raise NotAvailable(
+            f"this engine: expected a version to start with, found {lack}; a pooling model cannot "
+            "refuse requests: publish one first, or let the start wait for it, by wait_s"
+        )
+
+
+def _sleep(own: Any, core: Any, level: int = 1, *args: Any, **named: Any) -> Any:
+    """Sleep, and have no version from then on if that discards the weights."""
+    is_last = level >= DISCARDING and _is_ours(core)
+    if is_last:
+        core.collective_rpc(withdraw)
+    asleep = own(core, level, *args, **named)
+    if is_last:
+        lack = f"none: sleep at level {level} has discarded it"
+        if asleep is None:
+            _lose(core, lack)
+        else:  # once requests have ended that it waits for
+            asleep.add_done_callback(lambda _: _lose(core, lack))
+    return asleep
 
 
 def _attached(core: Any, _: Any) -> None:
@@ -267,8 +308,9 @@ def _lack_of(core: Any) -> str:
 
 def _refusal(core: Any) -> NotAvailable:
     lack = _lack_of(core) or "none on an engine beside it"
+    way_out = ONLY_WAY_OUT if core.vllm_config.load_config.load_format == BACKEND else WAY_OUT
     return NotAvailable(
-        f"this engine: expected a whole version of its weights, found {lack}; {WAY_OUT}"
+        f"this engine: expected a whole version of its weights, found {lack}; {way_out}"
     )
 
 
@@ -301,4 +343,5 @@ WATCHED: dict[str, Callable[..., Any]] = {
     "add_lora": core_adapters.add,
     "remove_lora": core_adapters.remove,
     "resume_scheduler": _resume,
+    "sleep": _sleep,
 }
