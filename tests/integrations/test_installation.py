@@ -890,6 +890,18 @@ def test_a_version_that_was_published_anew_by_then_is_not_offered(opened, traine
     assert (installer.active, follower.version) == (1, None)
 
 
+def test_a_version_that_cannot_be_offered_for_whatever_reason_stays(opened, trainer, monkeypatch):
+    follower = opened()
+    installer, _ = loaded(follower, trainer)
+
+    def fail(**_):
+        raise OSError("no memory for one more registration")
+
+    monkeypatch.setattr(follower, "serve", fail)
+    assert not installer.settle(20)
+    assert (installer.active, follower.version) == (1, None)
+
+
 def test_an_engine_without_a_version_offers_nothing(opened):
     follower = opened()
     assert not installer_of(follower, Fused()).settle(20)

@@ -309,7 +309,7 @@ class Installer:
             return False
         try:
             self._all.step(lambda: self._offer(Laps(time.perf_counter() + timeout_s)))
-        except TorchRosError as error:  # as when nobody else has it any more
+        except (TorchRosError, RuntimeError) as error:  # as when nobody else has it any more
             log.warning("version %s is not offered to others: %s", self.active, error)
         return self.handle.version is not None
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from torch_ros.errors import DeadlineExceeded, SourceLost
-from torch_ros.integrations.together import Together
+from torch_ros.errors import StoreUnavailable
 from torch_ros.integrations.vllm import born
-from torch_ros.integrations.vllm.born import BornEngine, ROSBornInfo, ROSModelLoader
-from torch_ros.integrations.vllm.engine import ROSWeightTransferEngine
+from torch_ros.integrations.vllm.born import ROSModelLoader
+from torch_ros.integrations.vllm.engine import ROSInitInfo, ROSWeightTransferEngine
 from torch_ros.integrations.vllm.trainer import ROSTrainerInitInfo, ROSTrainerWeightTransferEngine
 
 
@@ -94,52 +93,31 @@ def test_a_configuration_that_is_refused_leaves_the_model_that_is_followed(pair)
     assert not any(handle.is_closed for handle in handles)
 
 
-class Born(BornEngine):
-    """A rank at its birth, whose installs end as they are told to."""
+def test_an_engine_whose_etcd_was_away_at_its_birth_follows_when_it_is_updated(pair, monkeypatch):
+    """Nobody has to tell it again what it follows."""
+    workers, each = pair
+    own = Worker._handle
+    away = [True]
 
-    _ranks = None
+    def handle(worker, *args, **named):
+        if away[0] and worker._ranks.rank == 1:
+            raise StoreUnavailable("etcd://here", 5.0, "it does not answer")
+        return own(worker, *args, **named)
 
-    def __init__(self, ranks, ends):
-        config = SimpleNamespace(parallel_config=None, model_config=None)
-        super().__init__(None, config, torch.device("cpu"), torch.nn.Linear(2, 2))
-        self._ranks, self._ends = ranks, list(ends)
-        self._first = ROSBornInfo("m", replica="r", timeout_s=1.0)
-        self._together = Together(ranks.rank, ranks, None)
-        handle = SimpleNamespace(rank=ranks.rank)
-        self._installer = SimpleNamespace(handle=handle, install=self._install_once)
-        self.looks = 0
+    monkeypatch.setattr(Worker, "_handle", handle)
+    for worker in workers:
+        worker._born_with = ROSInitInfo(**worker.info, timeout_s=1.0)
 
-    def _look(self, wait_s):
-        self.looks += 1
-        return ""
+    def installed(worker):
+        updated(worker, {"version": 1, "timeout_s": 0.1})
 
-    def _install_once(self, version, timeout_s):
-        if (end := self._ends.pop(0)) is not None:
-            raise end
-
-
-LEFT, LATE = SourceLost("trainer", "it left", 0, 12), DeadlineExceeded("read", 1.0, "no answer")
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "looks", "lack"),
-    [
-        ([LEFT, None], [LATE, None], 2, ""),
-        ([LATE], [LEFT], 1, "DeadlineExceeded"),
-        ([LEFT] * 10, [LATE] * 10, 10, "SourceLost"),
-    ],
-    ids=["tried again", "given up", "never well"],
-)
-def test_ranks_with_different_errors_at_birth_go_the_same_way(first, second, looks, lack):
-    """One that looked again alone would wait for the other for ever."""
-    shared = threading.Barrier(2, timeout=10), [None, None]
-    pair = [Born(Ranks(rank, *shared), ends) for rank, ends in enumerate((first, second))]
-    with ThreadPoolExecutor(2) as threads:
-        said = list(threads.map(lambda one: one._bring(), pair))
-    assert said[0] == said[1]
-    assert said[0].startswith(lack)
-    assert bool(said[0]) == bool(lack)
-    assert [one.looks for one in pair] == [looks, looks]
+    first, last = each(installed)
+    assert first is None
+    assert "StoreUnavailable" in str(last) or "DeadlineExceeded" in str(last)
+    assert [worker.handle for worker in workers] == [None, None]
+    away[0] = False
+    each(installed)  # of which there is no version yet
+    assert not any(worker.handle.is_closed for worker in workers)
 
 
 @pytest.fixture

@@ -5,46 +5,28 @@ weights what it computes with. `ROSWeightTransferEngine` goes on from there.
 """
 
 import logging
-import math
-import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any
 
 import torch
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-import torch_ros
 from torch_ros import arguments
-from torch_ros.errors import (
-    BucketError,
-    DeadlineExceeded,
-    NotSupported,
-    SourceLost,
-    StoreUnavailable,
-    UsageError,
-    VersionNotFound,
-)
-from torch_ros.integrations.from_bucket import BucketVersions
-from torch_ros.integrations.installation import Installer
+from torch_ros.errors import NotSupported, UsageError
 from torch_ros.integrations.landing_plan import Obstacle, changed
 from torch_ros.integrations.landings import Recording
 from torch_ros.integrations.seams import Contents, Weights
 from torch_ros.integrations.together import Together
 from torch_ros.integrations.vllm.core import BACKEND
 from torch_ros.integrations.vllm.engine import BORN, ROSInitInfo, ROSWeightTransferEngine
-from torch_ros.integrations.vllm.latest import TRIES
+from torch_ros.integrations.vllm.first import FirstVersion
 from torch_ros.integrations.vllm.model import VLLMModel
 from torch_ros.printable import log_of
 
 log: logging.Logger = log_of("vllm.torch_ros")  # vLLM configures its own loggers only
-
-TELL_S = 60.0  # between log lines of an engine that waits
-LOOK_S = 1.0  # between looks into a bucket
-LATEST = re.compile(r"latest(?:-([0-9]{1,9}))?")
 
 
 @dataclass
@@ -54,14 +36,17 @@ class ROSBornInfo(ROSInitInfo):
     Attributes:
         version: The first one, as for `replicate`. An engine that starts again takes what this
             means by then.
-        wait_s: For how long the start waits for it, with a log line a minute; None: until it is
-            there. vLLM's server gives up its engine after VLLM_ENGINE_READY_TIMEOUT_S.
+        wait_s: For how long the start waits for it, as a trainer between two versions has none; for
+            another one if it does not fit; and for etcd, beyond `timeout_s`. It waits again after a
+            read that failed, yet all of it ends within `wait_s` and `timeout_s`. None: until there
+            is one, with a log line a minute. vLLM's server gives up its engine after
+            VLLM_ENGINE_READY_TIMEOUT_S.
 
     The rest is as for `ROSInitInfo`.
     """
 
     version: int | str = "latest"
-    wait_s: float | None = 0.0
+    wait_s: float | None = 10.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,10 +56,7 @@ class ROSBornInfo(ROSInitInfo):
         if self.draft is not None or self.draft_model is not None:
             raise UsageError("draft, draft_model: not there; no engine is born with a draft model")
         if isinstance(self.version, str):
-            if not LATEST.fullmatch(self.version):
-                raise UsageError(
-                    f"version={self.version!r}: expected a number, 'latest' or 'latest-<k>'"
-                )
+            arguments.text("version", self.version)  # which the first look at it reads
         else:
             arguments.whole(0, 1 << 62)("version", self.version)
 
@@ -99,13 +81,6 @@ class ROSBornInfo(ROSInitInfo):
     def init_info(self) -> ROSInitInfo:
         """The same, as a driver may pass it to vLLM's calls later."""
         return ROSInitInfo(**{one.name: getattr(self, one.name) for one in fields(ROSInitInfo)})
-
-    def is_among(self, held: Mapping[int, object]) -> bool:
-        """Whether the version is one of these."""
-        if isinstance(self.version, int):
-            return self.version in held
-        back = LATEST.fullmatch(self.version)
-        return back is not None and len(held) > int(back[1] or 0)
 
 
 class ROSModelLoader(BaseModelLoader):
@@ -262,112 +237,30 @@ class BornEngine(ROSWeightTransferEngine):
         require_plain_loading(self.model)
         together = Together(self._ranks.rank, self._ranks, None)
         together.step(lambda: self._vet(info))
-        together.step(lambda: self._open(info))
-        self._born_with, self._together, self._first = info.init_info, together, info
-        installer, how = self._following, self._following.options
-        # Served once vLLM has done with it; and there is nothing to keep.
-        installer.options = replace(how, relay=False, on_failure="refuse")
-        self.lack = self._bring()
-        installer.options = how
-        self._took_s = time.monotonic() - began_s
+        first = FirstVersion(together, info.version, info.wait_s, info.timeout_s)
+        self.lack = first.open(lambda: self._open(info), self.shutdown)
+        if (installer := self._installer) is not None:
+            how = installer.options
+            # Served once vLLM has done with it; and there is nothing to keep.
+            installer.options = replace(how, relay=False, on_failure="refuse")
+            self.lack = first.bring(installer)
+            installer.options = how
+        self._born_with, self._took_s = info.init_info, time.monotonic() - began_s
         if self.lack:
-            log.warning("%s starts without a version: %s", self._who, self.lack)
+            name = self._who or info.replica or "the engine"
+            log.warning("%s starts without a version: %s", name, self.lack)
             self._new.clear()
 
     def end(self) -> None:
         """Offer the version, if it still lies where it was read, and wait with the model."""
         self._new.end(has_version=not self.lack)
-        is_source = self._following.settle(self._first.timeout_s)
+        is_source = self._installer is not None and self._installer.settle(self._timeout_s)
         if not self.lack:
             what = "offered to others" if is_source else "offered to nobody"
             log.info("%s, after %.2f s: %s; %s", self._who, self._took_s, self.report, what)
         self.model.__dict__[BORN] = self
 
-    def forget(self) -> None:
-        """Look again where vLLM's loader puts things, by the names of now."""
-        self._following.forget()
-
     @property
     def _new(self) -> NewModel:
         assert isinstance(self._weights, NewModel)
         return self._weights
-
-    @property
-    def _following(self) -> Installer:
-        assert self._installer is not None
-        return self._installer
-
-    def _bring(self) -> str:
-        """The reason why there is no version; "": it is there. The same on all ranks."""
-        info, lack = self._first, ""
-        for _ in range(TRIES if isinstance(info.version, str) else 1):
-            if lack := self._await():
-                return lack
-            lack, is_over = "", True
-            try:
-                self._following.install(info.version, info.timeout_s)
-            except (VersionNotFound, SourceLost) as error:  # the trainer has gone on
-                lack, is_over = _told(error), False
-            except Exception as error:
-                log.exception("the first version cannot be loaded")
-                lack = _told(error)
-            # Each rank has an error of its own, and all go the same way.
-            lack, is_over = self._together.gather((lack, is_over))[0]
-            if is_over:
-                break
-        return lack
-
-    def _await(self) -> str:
-        """Wait for the version, as rank 0 sees it; the reason why it did not come, or nothing."""
-        info, began_s = self._first, time.monotonic()
-        until_s = math.inf if info.wait_s is None else began_s + info.wait_s
-        while True:
-            left_s = max(0.0, until_s - time.monotonic())
-            mine = self._together.step(partial(self._look, min(TELL_S, left_s)))
-            lack, is_over = self._together.gather((mine, time.monotonic() >= until_s))[0]
-            if not lack or is_over:
-                return lack
-            waited_s = time.monotonic() - began_s
-            log.info("%s has waited for %.0f s: %s", self._who, waited_s, lack)
-
-    def _look(self, wait_s: float) -> str:
-        """As `_await`, for so long; on other ranks than the first nothing."""
-        versions, info = self._following.handle, self._first
-        if versions.rank != 0:
-            return ""
-        try:
-            if isinstance(versions, torch_ros.ShardHandle):
-                is_there = _is_held(versions, info, wait_s)
-            else:
-                is_there = _is_stored(versions, info, wait_s)
-        except (StoreUnavailable, BucketError) as error:
-            time.sleep(min(LOOK_S, wait_s))
-            return _told(error)
-        return "" if is_there else f"nobody has version {info.version!r} of model {info.model!r}"
-
-
-def _is_held(handle: "torch_ros.ShardHandle", info: ROSBornInfo, wait_s: float) -> bool:
-    if not wait_s:
-        return info.is_among(handle.list(timeout_s=info.timeout_s))
-    try:
-        handle.wait(info.is_among, timeout_s=wait_s)
-    except DeadlineExceeded:
-        return False
-    return True
-
-
-def _is_stored(versions: BucketVersions, info: ROSBornInfo, wait_s: float) -> bool:
-    until_s = time.monotonic() + wait_s
-    while True:
-        try:
-            versions.contents(info.version)
-        except VersionNotFound:
-            if (left_s := until_s - time.monotonic()) <= 0:
-                return False
-            time.sleep(min(LOOK_S, left_s))
-        else:
-            return True
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -35,6 +35,10 @@ log: logging.Logger = log_of("vllm.torch_ros")  # vLLM configures its own logger
 
 T = TypeVar("T")
 BORN = "_torch_ros_born"  # an attribute of a model: the engine that its loader has begun with
+INHERITED = (  # attributes that vLLM's own engine takes over from that one
+    *("_installer", "_weights", "_timeout_s", "_options"),
+    *("_has_bucket", "_who", "_born_with", "lack"),
+)
 OURS = ("model", "replica", "rank", "world_size", "installs")  # never among the options
 
 
@@ -157,10 +161,7 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
         self.lack: str = ""
         """The reason why the engine was born without a version."""
         if (born := self.model.__dict__.pop(BORN, None)) is not None:
-            self.__dict__ |= born.__dict__
-            super().__init__(*args)  # vLLM's own are these
-            if self.vllm_config.lora_config is not None:  # adapters have given modules other names
-                born.forget()
+            self._adopt(born)
 
     @property
     def report(self) -> InstallReport | None:
@@ -189,6 +190,13 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
             raise NotSupported("an adapter beside a bucket", "attach the engine to its etcd")
         return {name: one for name, one in self._options.items() if name not in ENGINES_ONLY}
 
+    def _adopt(self, born: "ROSWeightTransferEngine") -> None:
+        """Go on with what the engine has that vLLM's loader has begun with."""
+        self.__dict__ |= {name: born.__dict__[name] for name in INHERITED}
+        is_renamed = self.vllm_config.lora_config is not None  # adapters have done that to modules
+        if is_renamed and self._installer is not None:
+            self._installer.forget()
+
     def withdraw(self) -> None:
         """Offer the parameters to nobody: somebody else is about to write to them."""
         if self._installer is not None:
@@ -209,7 +217,7 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
     def init_transfer_engine(self, init_info: Any) -> None:
         if init_info is None or not self._as_one(lambda: self._vet(init_info)):
             return
-        if init_info == self._born_with:
+        if init_info == self._born_with and self._installer is not None:
             return
         self.shutdown()
         self._as_one(lambda: self._open(init_info))
@@ -218,7 +226,7 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
         self._is_updated = False
 
     def receive_weights(self, update_info: Any) -> None:
-        if update_info is not None:
+        if update_info is not None and self._is_open():
             self._as_one(lambda: self._install(update_info))
 
     def finish_weight_update(self) -> None:
@@ -227,13 +235,33 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
     def shutdown(self) -> None:
         if self._installer is not None:
             self._installer.handle.close()
-            self._installer = self._born_with = None
+            self._installer = None
             self.model.__dict__.pop("load_weights", None)
+        self._born_with = None
         if self._drafts is not None:
             self._drafts.handle.close()
             self._drafts = None
 
     # Steps
+
+    def _is_open(self) -> bool:
+        """Whether all ranks can go on: they open now what could not be when they were born."""
+        info = self._born_with
+        if self._installer is not None or info is None:
+            return True
+        is_open = False
+
+        def open_now() -> bool:
+            self._open(info)
+            return True
+
+        try:
+            is_open = bool(self._as_one(open_now))
+        finally:
+            if not is_open:
+                self.shutdown()
+                self._born_with = info
+        return is_open
 
     def _open(self, info: ROSInitInfo) -> None:
         ranks = self._ranks
