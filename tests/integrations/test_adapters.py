@@ -16,6 +16,7 @@ from torch_ros.integrations.adapters import (
     adapter_tensors,
     publish_adapter,
     read_adapter,
+    require_ranks,
 )
 
 # The names in adapter_model.safetensors that PEFT 0.21.2 writes for such a model.
@@ -134,6 +135,27 @@ def test_several_active_adapters_are_refused():
         adapter_tensors(model, "code")
 
 
+def a_part(model):
+    model.base_model.model.model["layers"][0]["mlp"]["down_proj"]._tp_info = object()
+
+
+def the_whole(model):
+    model.base_model.model._tp_size = 2
+
+
+@pytest.mark.parametrize(
+    ("split", "named"),
+    [(a_part, "mlp.down_proj"), (the_whole, "base_model.model")],
+    ids=["as PEFT notes it", "as transformers notes it"],
+)
+def test_a_model_that_transformers_has_split_is_refused_by_name(split, named):
+    """A plain tensor may then be a part of a matrix."""
+    model = adapted()
+    split(model)
+    with pytest.raises(NotSupported, match=f"tp_plan of transformers, which splits .*{named}"):
+        adapter_tensors(model)
+
+
 def test_an_adapter_has_the_name_of_a_module():
     model = adapted("math")
     model.add("model", config(["q_proj"]))
@@ -215,15 +237,48 @@ def test_a_version_that_is_no_good_adapter_is_refused(opened, change, said):
         read_adapter(reader, reader.contents(1))
 
 
-def test_experts_have_their_matrices_in_one(opened):
-    trainer, reader = opened(), opened()
-    tensors = GOOD | {
-        f"{Q}.lora_A.weight": torch.ones(12, 16),
-        f"{Q}.lora_B.weight": torch.ones(16, 12),
-        CONFIG: written({"r": 4, "target_parameters": ["q_proj"]}),
-    }
-    trainer.publish_copy(1, tensors)
-    assert len(read_adapter(reader, reader.contents(1)).tensors) == 2
+EXPERTS = "base_model.model.model.layers.0.mlp.experts"
+
+
+def experts(inner, outer, other=4, **more):
+    """An adapter of three experts' parameters, and of a layer beside them."""
+    both = (f"{EXPERTS}.base_layer", inner), (EXPERTS, outer), (Q, other)
+    matrices = {f"{one}.lora_A.weight": (rank, 16) for one, rank in both}
+    matrices |= {f"{one}.lora_B.weight": (16, rank) for one, rank in both}
+    targets = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    return matrices, {"r": 4, **targets, **more}
+
+
+PATTERN = {"rank_pattern": {"down_proj": 2}}  # of the parameter, whose module has another name
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "more"), [(12, 12, {}), (12, 6, PATTERN), (6, 12, PATTERN)]
+)
+def test_experts_have_their_matrices_side_by_side(inner, outer, more):
+    """Of the rank of each parameter; which of them has which matrices, no name says."""
+    require_ranks("it", *experts(inner, outer, **more))
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "other", "more", "said"),
+    [
+        (12, 6, 4, {}, "rank 4 for .*experts'"),
+        (12, 3, 4, PATTERN, "rank 2 or 4 for .*experts'"),
+        (12, 12, 12, {}, "rank 4 for .*q_proj'"),  # which is beside the parameters
+    ],
+)
+def test_matrices_that_are_not_side_by_side_are_refused(inner, outer, other, more, said):
+    with pytest.raises(ManifestMismatch, match=said):
+        require_ranks("it", *experts(inner, outer, other, **more))
+
+
+@pytest.mark.parametrize(
+    "pattern", [{"q_proj(": 4}, {"q_proj": "many"}, {"q_proj": None}, {"q_proj": 0}, ["q_proj"]]
+)
+def test_a_pattern_that_pefts_own_would_not_be_is_refused(pattern):
+    with pytest.raises(ManifestMismatch, match=r"a rank_pattern for .* as PEFT writes it"):
+        require_ranks("it", *experts(4, 4, rank_pattern=pattern, target_parameters=None))
 
 
 def test_a_number_that_is_published_again_is_another_content(opened):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch.distributed.tensor import DTensor
 
 import torch_ros
 from torch_ros.checkpoints import framing
@@ -24,6 +25,7 @@ TENSORS = "adapter_model.safetensors"
 BASE = "torch_ros_base.json"
 PREFIX = "base_model.model."  # of each name in PEFT's files
 MATRIX = re.compile(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")  # of its names
+WRAPPED = re.compile(r"(\.base_layer)+$")  # of a module of which PEFT trains several parameters
 PADDED_BYTES = 256  # texts take a multiple, so that most versions have the layout of the last one
 CONFIG_BYTES_MAX = 1 << 20
 BUFFER_BYTES = 64 << 20
@@ -77,7 +79,8 @@ def adapter_tensors(model: torch.nn.Module, adapter: str = "default") -> dict[st
     Raises:
         UsageError: The model has no such adapter.
         NotSupported: It is no LoRA adapter, or it is more than its matrices (DoRA, biases,
-            `modules_to_save`, trained tokens), or several are active at once.
+            `modules_to_save`, trained tokens), or several are active at once; or transformers has
+            split the model by a `tp_plan`, so that plain tensors are perhaps parts.
     """
     _vet(model, adapter)
     own = re.compile(rf"(.+\.lora_(?:embedding_)?[AB])\.{re.escape(adapter)}(\.weight)?")
@@ -97,6 +100,12 @@ def adapter_tensors(model: torch.nn.Module, adapter: str = "default") -> dict[st
         )
     if not found:
         raise UsageError(f"adapter {adapter!r}: expected matrices lora_A and lora_B, found none")
+    if not all(isinstance(one, DTensor) for one in found.values()) and (split := _split(model)):
+        raise NotSupported(
+            f"adapter {adapter!r} beside a tp_plan of transformers, which splits "
+            f"{some(split, NAMED_MAX)}",
+            "shard the model by FSDP2, or merge the adapter and publish the base",
+        )
     return found
 
 
@@ -205,13 +214,17 @@ def require_ranks(
             _refuse(what, "matrices lora_A and lora_B alone", f"{name!r} of shape {[*shape]}")
         ranks.setdefault(match[1], {})[match[2]] = shape[0 if match[2] == "A" else 1]
     for module, both in ranks.items():
-        expected = _rank_of(module, config)
-        # Of parameters of its own, such as those of experts, PEFT has all in one matrix.
-        is_many = bool(config.get("target_parameters"))
         if len({*both.values()}) != 1 or len(both) != 2:
             _refuse(what, f"A and B of one rank for {module!r}", f"{both}")
-        if both["A"] != expected and not (is_many and both["A"] % expected == 0):
-            _refuse(what, f"matrices of rank {expected} for {module!r}", f"{both}")
+        name = module.removeprefix(PREFIX)
+        try:
+            expected, is_many = _ranks_of(name, config)
+        except (re.error, ValueError, TypeError, AttributeError) as error:
+            _refuse(what, f"a rank_pattern for {module!r} as PEFT writes it", f"{error!r}")
+        found = both["A"]
+        if not any(found == one or (is_many and found % one == 0) for one in expected):
+            texts = " or ".join(map(str, sorted(expected)))
+            _refuse(what, f"matrices of rank {texts} for {module!r}", f"{both}")
 
 
 def _refuse(what: str, expected: str, found: str) -> NoReturn:
@@ -219,12 +232,27 @@ def _refuse(what: str, expected: str, found: str) -> NoReturn:
     raise ManifestMismatch(what, expected, found, advice)
 
 
-def _rank_of(module: str, config: Mapping[str, Any]) -> int:
-    """As PEFT has it: the first pattern counts that is the end of the module's name."""
-    for pattern, rank in (config.get("rank_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module.removeprefix(PREFIX)):
-            return int(rank)
-    return int(config["r"])
+def _ranks_of(name: str, config: Mapping[str, Any]) -> tuple[set[int], bool]:
+    """The ranks that a module's matrices may have, and whether they may be of many, side by side.
+
+    Those of a parameter are: PEFT has them under the name of its module, and goes by its own name.
+    """
+    module = WRAPPED.sub("", name)
+    there = (one.rpartition(".") for one in config.get("target_parameters") or ())
+    parameters = [
+        f"{module}.{one}" for of, _, one in there if not of or f".{module}".endswith(f".{of}")
+    ]
+    return {_rank_of(one, config) for one in parameters or [name]}, bool(parameters)
+
+
+def _rank_of(name: str, config: Mapping[str, Any]) -> int:
+    """As PEFT has it: the first pattern counts that is the end of the name."""
+    patterns = (config.get("rank_pattern") or {}).items()
+    ends = (rank for pattern, rank in patterns if re.match(rf"(.*\.)?({pattern})$", name))
+    rank = int(next(ends, config["r"]))
+    if rank < 1:
+        raise ValueError(f"a rank of {rank}")
+    return rank
 
 
 def _vet(model: torch.nn.Module, adapter: str) -> None:
@@ -249,6 +277,15 @@ def _vet(model: torch.nn.Module, adapter: str) -> None:
             f"adapter {adapter!r} while {', '.join(active)} are active at once",
             "activate one: an engine adds one adapter to its base",
         )
+
+
+def _split(model: torch.nn.Module) -> list[str]:
+    """The modules on which transformers, or PEFT, has noted that they are split."""
+    return [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if vars(module).get("_tp_info") is not None or (vars(module).get("_tp_size") or 1) > 1
+    ]
 
 
 def _active(model: torch.nn.Module) -> Sequence[str]:
