@@ -7,11 +7,13 @@ import torch
 from kit import inside, published
 
 from torch_ros.deadline import wall_ms
+from torch_ros.errors import StoreUnavailable
+from torch_ros.fleet.fleet import Fleet
 from torch_ros.protocol.keys import Keys
 from torch_ros.protocol.membership import adopted
 from torch_ros.protocol.records import Holding, Kept, ShardRecord, VersionRecord, VersionRef
 from torch_ros.shard.replication import Replication
-from torch_ros.store.txn import Put, Txn
+from torch_ros.store.txn import Put, Read, Txn
 
 
 def replicated(handle, version="latest"):
@@ -24,6 +26,26 @@ def rows(fleet):
         (each.ref.version, each.replica, each.kind, each.state, each.is_offered)
         for each in fleet.held
     ]
+
+
+def test_a_fleet_is_told_to_those_who_have_no_handle(opened, endpoint, monkeypatch):
+    """And nothing is written for them."""
+    trainer = opened("trainer")
+    published(trainer, 1)
+    found = Fleet.at(trainer.model, endpoint=endpoint)
+    assert rows(found) == rows(trainer.fleet()) == [(1, "trainer", "original", "full", True)]
+    monkeypatch.setenv("TORCH_ROS_ENDPOINT", endpoint)
+    other = f"{trainer.model}-other"
+    assert not Fleet.at(other).versions
+    kv = inside(trainer).group.kv
+    assert not kv.read(Read((Keys(other).all(),)), timeout_s=20).entries
+
+
+def test_no_etcd_is_started_to_tell_a_fleet(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_ROS_LOCAL_DIR", str(tmp_path / "etcd"))
+    with pytest.raises(StoreUnavailable, match="no etcd of this user runs"):
+        Fleet.at("policy", endpoint="local")
+    assert not (tmp_path / "etcd").exists()
 
 
 def test_a_fleet_is_who_has_what_and_where(opened):

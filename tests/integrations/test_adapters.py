@@ -281,6 +281,23 @@ def test_a_pattern_that_pefts_own_would_not_be_is_refused(pattern):
         require_ranks("it", *experts(4, 4, rank_pattern=pattern, target_parameters=None))
 
 
+@pytest.mark.parametrize("case", ["no rank", "another base", "another rank", "no matrix"])
+def test_no_matrix_is_read_of_a_version_that_is_refused(opened, case):
+    trainer, reader, read = opened(), opened(), []
+    trainer.publish_copy(1, GOOD | BAD[case][0])
+
+    class Spy:
+        model = reader.model
+
+        def stream(self, version, names, **options):
+            read.extend(names)
+            return reader.stream(version, names, **options)
+
+    with pytest.raises(ManifestMismatch):
+        read_adapter(Spy(), reader.contents(1))
+    assert sorted(read) == [CONFIG, BASE]
+
+
 def test_a_number_that_is_published_again_is_another_content(opened):
     first, reader = opened(), opened()
     first.publish_copy(1, GOOD)

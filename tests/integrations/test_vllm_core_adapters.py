@@ -11,6 +11,7 @@ from torch_ros.integrations.adapters import BaseContent
 from torch_ros.integrations.vllm import core_adapters
 from torch_ros.integrations.vllm.core_adapters import KEPT, LoadedAdapter
 from torch_ros.integrations.vllm.told import hear, tell
+from torch_ros.integrations.vllm.worker_adapters import base_mismatch
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,12 @@ class Workers:
     asked: list = field(default_factory=list)
     there: set = field(default_factory=set)
 
-    def load_adapter(self, worker, request, let_go):
+    def load_adapter(self, worker, request, let_go, active):
         path = request.lora_path
         if path not in self.contents:
             raise RuntimeError(tell(VersionNotFound("code", "9", "nobody has it"), None))
+        if (error := base_mismatch(path, self.contents[path].base, active)) is not None:
+            raise RuntimeError(tell(error, None))
         self.asked.append(path)
         self.there = (self.there | {path}) - {*let_go}
         return self.contents[path]
@@ -104,8 +107,11 @@ def test_an_adapter_waits_for_its_base(workers):
     assert type(hear(caught.value)[0]) is ManifestMismatch
     engine.add_request(Request("a", Lora(path(1))))
     assert ended(engine) == ["a"]
+    assert not workers.there  # nor does its number mean it
+    workers.contents[path(2)] = adapter()
+    assert engine.add_lora(Lora(path(2)))
+    assert engine.remove_lora(1)
     update(engine, 2)
-    assert engine.add_lora(Lora(path(1)))
     engine.add_request(Request("b", Lora(path(1))))
     assert ended(engine) == ["a"]
 

@@ -1,9 +1,11 @@
 """vLLM's workers load adapters out of folders; classes with its names stand for its own."""
 
 import json
+import sys
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +13,17 @@ from lora import Adapted, config
 from safetensors.torch import load_file
 
 import torch_ros
-from torch_ros.errors import ManifestMismatch, UsageError, VersionNotFound
+from torch_ros.errors import (
+    ManifestMismatch,
+    NotSupported,
+    StoreUnavailable,
+    UsageError,
+    VersionNotFound,
+)
 from torch_ros.integrations import shared_folders
 from torch_ros.integrations.adapters import adapter_tensors, publish_adapter
+from torch_ros.integrations.vllm import worker_adapters
+from torch_ros.integrations.vllm.told import hear
 from torch_ros.integrations.vllm.worker_adapters import (
     PINS,
     AdapterPath,
@@ -21,6 +31,9 @@ from torch_ros.integrations.vllm.worker_adapters import (
     let_go_of,
     require_fit,
 )
+from torch_ros.memory.store import named
+from torch_ros.protocol.keys import EVERY_MODEL
+from torch_ros.store.txn import Read
 
 
 class Manager:
@@ -28,6 +41,7 @@ class Manager:
 
     def __init__(self):
         self.loaded, self.fails = {}, ""
+        self.lora_config = SimpleNamespace(max_lora_rank=8)
         self._adapter_manager = layers(proj=linear(6, 4))
 
     def _load_adapter(self, request):
@@ -42,6 +56,38 @@ class Manager:
 
     def remove_adapter(self, number):
         return self.loaded.pop(number, None) is not None
+
+
+@dataclass
+class PEFTHelper:
+    """By vLLM's name: what it refuses by the configuration alone."""
+
+    r: int
+
+    @classmethod
+    def from_dict(cls, config):
+        return cls(config["r"])
+
+    def validate_legal(self, lora_config):
+        if self.r > lora_config.max_lora_rank:
+            raise ValueError(f"LoRA rank {self.r} is greater than max_lora_rank")
+
+
+def parse_fine_tuned_lora_name(name, mapper):
+    name = name.removeprefix("base_model.model.")
+    name = mapper._map_name(name) if mapper else name
+    module, _, which = name.removesuffix(".weight").rpartition(".")
+    return module, which == "lora_A"
+
+
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch):
+    found = {"vllm": {}, "vllm.lora": {}, "vllm.lora.peft_helper": {"PEFTHelper": PEFTHelper}}
+    found["vllm.lora.utils"] = {"parse_fine_tuned_lora_name": parse_fine_tuned_lora_name}
+    for name, values in found.items():
+        module = ModuleType(name)
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)
 
 
 def worker(endpoint):
@@ -65,9 +111,9 @@ def asked(version=1, number=1, **more):
     return SimpleNamespace(**{**found, "load_inplace": False, **more})
 
 
-def load(worker, request, rank=0, uid=None, let_go=()):
+def load(worker, request, rank=0, uid=None, let_go=(), active=""):
     """As `load_adapter` does, which takes vLLM's groups of workers."""
-    one = _Load(worker, request, rank)
+    one = _Load(worker, request, rank, active)
     try:
         found = one.look()
         loaded = one.bring(uid or found)
@@ -102,11 +148,11 @@ def trainer(endpoint):
     model.add("default", config(["proj"], rank=2))
     handles = []
 
-    def publish(version, seed, **options):
+    def publish(version, seed, base=None, **options):
         if options or not handles:
             handles.append(torch_ros.open("code", endpoint=endpoint, linger_s=0, **options))
         model.step("default", seed)
-        publish_adapter(handles[-1], version, model)
+        publish_adapter(handles[-1], version, model, base=base)
         return {name: one.clone() for name, one in adapter_tensors(model).items()}
 
     yield publish
@@ -218,6 +264,106 @@ def test_a_version_that_is_not_there_is_not_waited_for(trainer, endpoint):
         load(worker(endpoint), asked(4))
 
 
+def test_a_name_that_nobody_has_leaves_no_record(endpoint):
+    """It may be mistyped, by whoever may send a request."""
+    for model in ("cod", "code"):
+        with pytest.raises(VersionNotFound, match="there are none"):
+            load(worker(endpoint), asked(lora_path=f"torch-ros://{model}@1"))
+    store = named(endpoint.partition("://")[2])
+    assert not store.read(Read((EVERY_MODEL,)), timeout_s=5).entries
+
+
+def test_no_etcd_is_started_for_a_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_ROS_LOCAL_DIR", str(tmp_path / "etcd"))
+    with pytest.raises(StoreUnavailable, match="no etcd of this user runs on this host"):
+        load(worker("local"), asked())
+    assert not (tmp_path / "etcd").exists()
+
+
+def of_another_base(one, trainer):
+    trainer(1, 1, base=torch_ros.Contents(7, {}, run="run", uid="seven"))
+    return ManifestMismatch, r"expected version 7 of run 'run'"
+
+
+def of_a_large_rank(one, trainer):
+    trainer(1, 1)
+    one.manager.lora_config.max_lora_rank = 1
+    return UsageError, "torch-ros://code@1: vLLM refuses it: LoRA rank 2 is greater"
+
+
+def of_another_size(one, trainer):
+    trainer(1, 1)
+    one.manager._adapter_manager = layers(proj=linear(6, 5))
+    return ManifestMismatch, r"expected a linear layer of \(6, 5\), found A and B of"
+
+
+def of_another_model(one, trainer):
+    trainer(1, 1)
+    one.manager._adapter_manager = layers(other=linear(6, 4))
+    return ManifestMismatch, "'proj' of torch-ros://code@1: expected a layer of that name"
+
+
+@pytest.mark.parametrize(
+    "spoil", [of_another_base, of_a_large_rank, of_another_size, of_another_model]
+)
+def test_an_adapter_that_does_not_fit_is_refused_before_it_is_read(
+    trainer, endpoint, memory, monkeypatch, spoil
+):
+    def never(*args):
+        raise AssertionError("it is read")
+
+    one = worker(endpoint)
+    kind, said = spoil(one, trainer)
+    monkeypatch.setattr(worker_adapters, "read_adapter", never)
+    with pytest.raises(kind, match=said):
+        load(one, asked(), active="eight")
+    assert not folders(memory)
+    assert not one.manager.loaded
+
+
+def test_an_adapter_that_is_there_is_loaded_beside_its_base_alone(trainer, endpoint):
+    """Without its source, by a path that names the content."""
+    trainer(1, 1, base=torch_ros.Contents(7, {}, run="run", uid="seven"))
+    one = worker(endpoint)
+    uid = load(one, asked(), active="seven").uid
+    exact = asked(lora_path=f"torch-ros://code@1#{uid}")
+    load(one, exact, active="seven")
+    trainer(2, 2)
+    load(one, exact, active="seven")
+    with pytest.raises(ManifestMismatch, match="another version in this engine"):
+        load(one, exact, active="eight")
+    assert [*one.manager.loaded] == [1]
+
+
+def test_names_are_compared_as_vllm_maps_them(trainer, endpoint):
+    """But for those that its model leaves out."""
+    trainer(1, 1)
+    one = worker(endpoint)
+    inner = one.manager._adapter_manager = layers(inner=linear(6, 4))
+    renamed = SimpleNamespace(_map_name=lambda name: name.replace("proj", "inner"))
+    inner.model.hf_to_vllm_mapper = SimpleNamespace(get_rename_mapper=lambda: renamed)
+    _Load(one, asked(), 0, "").look()
+    inner.model = SimpleNamespace(lora_skip_prefixes=["proj."], modules=tuple)
+    _Load(one, asked(), 0, "").look()
+
+
+def test_workers_without_a_group_raise_once(monkeypatch):
+    """vLLM reads their answers up to the first that failed."""
+
+    def ranks(parallel_config):
+        raise NotSupported("torch_ros with 2 workers per engine", "use one")
+
+    engine = SimpleNamespace(Ranks=ranks)
+    monkeypatch.setitem(sys.modules, "torch_ros.integrations.vllm.engine", engine)
+    workers = [
+        SimpleNamespace(rank=rank, parallel_config=SimpleNamespace(world_size=2)) for rank in (0, 1)
+    ]
+    assert worker_adapters.load_adapter(workers[0], asked(), (), "") is None
+    with pytest.raises(RuntimeError) as caught:
+        worker_adapters.load_adapter(workers[1], asked(), (), "")
+    assert type(hear(caught.value)[0]) is NotSupported
+
+
 def test_an_engine_that_follows_nobody_needs_an_endpoint(trainer, endpoint, monkeypatch):
     """No etcd is started for it."""
     monkeypatch.delenv("TORCH_ROS_ENDPOINT", raising=False)
@@ -233,12 +379,12 @@ def test_an_engine_that_follows_nobody_needs_an_endpoint(trainer, endpoint, monk
 def test_an_engine_without_adapters_says_how_to_have_some():
     bare = SimpleNamespace(model_runner=SimpleNamespace())
     with pytest.raises(UsageError, match="enable_lora=True"):
-        _Load(bare, asked(), 0).look()
+        _Load(bare, asked(), 0, "").look()
 
 
 def test_a_load_in_place_is_refused(endpoint):
     with pytest.raises(UsageError, match="in each step"):
-        _Load(worker(endpoint), asked(load_inplace=True), 0).look()
+        _Load(worker(endpoint), asked(load_inplace=True), 0, "").look()
 
 
 @pytest.mark.parametrize("path", ["torch-ros://code", "torch-ros://code@latest", "torch-ros://@1"])
@@ -269,7 +415,7 @@ def layers(packed=None, target_modules=None, others=(), **modules):
 
 
 def matrices(inner, outer):
-    return SimpleNamespace(lora_a=torch.ones(2, inner), lora_b=torch.ones(outer, 2))
+    return (2, inner), (outer, 2)
 
 
 QKV = {"total_num_heads": 4, "total_num_kv_heads": 1, "head_size": 2, "output_sizes": [8, 4, 4]}

@@ -1,15 +1,17 @@
-"""The replicas and versions of a model, as values: who holds what, who reads from whom. Pure.
+"""The replicas and versions of a model, as values: who holds what, who reads from whom.
 
-Tools, metrics and policies draw a `Fleet`; none of them parses a key. It takes no seat
-and no lease, and writes nothing: a role that may only read is enough. A view that lies is worse
-than none: it says of no holding that it is offered which a reader would not be given.
+Pure, but for `Fleet.at`. Tools, metrics and policies draw a `Fleet`; none of them parses a key. It
+takes no seat and no lease, and writes nothing: a role that may only read is enough. A view that
+lies is worse than none: it says of no holding that it is offered which a reader would not be given.
 """
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from torch_ros import environment
 from torch_ros.features.installs.records import Install  # feature installs
 from torch_ros.features.installs.rules import installs_of  # feature installs
 from torch_ros.protocol import keys as k
@@ -25,7 +27,7 @@ from torch_ros.protocol.records import (
 from torch_ros.protocol.schema import require_own
 from torch_ros.protocol.sources import suspects
 from torch_ros.protocol.versions import number_of, offered, run_numbers
-from torch_ros.store.txn import Entry, Range, Ranges, View, one
+from torch_ros.store.txn import Entry, Range, Ranges, Read, View, one
 
 Kind = Literal["original", "replica", "copy", "lingering"]
 
@@ -160,6 +162,27 @@ class Fleet:
             held=tuple(held),
             replicas={each.name: each for each in _replicas(view, records, keys, held)},
         )
+
+    @classmethod
+    def at(cls, model: str, *, endpoint: str | None = None, timeout_s: float = 10.0) -> "Fleet":
+        """Ask etcd now, by no handle: nothing is written, and no etcd is started.
+
+        Args:
+            endpoint: As for `torch_ros.open`; "local" has to run.
+            timeout_s: For etcd to answer.
+
+        Raises:
+            StoreUnavailable: It does not answer, or none runs.
+            AccessDenied: It refuses the certificate, the user or its role.
+            UsageError: This is no endpoint.
+            BackendError: Another release has written the model's records.
+        """
+        from torch_ros.store.endpoint import connect, located  # noqa: PLC0415  # it takes grpc
+
+        where = located(endpoint or environment.value(environment.ENDPOINT) or "local")
+        keys = Keys(model)
+        with closing(connect(where, timeout_s=timeout_s)) as kv:
+            return cls.of(kv.read(Read(fleet_ranges(keys)), timeout_s=timeout_s), keys)
 
     @property
     def latest(self) -> VersionRef | None:

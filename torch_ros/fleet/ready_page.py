@@ -7,7 +7,6 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
 from functools import partial
 from urllib.parse import parse_qsl, unquote
 
@@ -90,10 +89,7 @@ def _lately(endpoint: str, model: str) -> VersionRef | None:
 
 def newest_at(endpoint: str, model: str) -> VersionRef | None:
     """As `newest_in`, of a store that is not started for this."""
-    from torch_ros.store.endpoint import connect, located  # noqa: PLC0415  # it takes grpc
-
-    with closing(connect(located(endpoint), timeout_s=ANSWER_S)) as kv:
-        return newest_in(kv, model)
+    return Fleet.at(model, endpoint=endpoint, timeout_s=ANSWER_S).latest
 
 
 def newest_in(kv: KV, model: str) -> VersionRef | None:

@@ -23,6 +23,7 @@ from torch_ros.printable import some
 CONFIG = "adapter_config.json"  # PEFT's files
 TENSORS = "adapter_model.safetensors"
 BASE = "torch_ros_base.json"
+TEXTS = (CONFIG, BASE)
 PREFIX = "base_model.model."  # of each name in PEFT's files
 MATRIX = re.compile(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")  # of its names
 WRAPPED = re.compile(r"(\.base_layer)+$")  # of a module of which PEFT trains several parameters
@@ -155,7 +156,7 @@ def publish_adapter(
 def read_adapter(
     handle: torch_ros.ShardHandle, contents: torch_ros.Contents, timeout_s: float | None = None
 ) -> Adapter:
-    """Read an adapter of this content, by a handle of one rank.
+    """Read an adapter of this content, by a handle of one rank. Its matrices come last.
 
     Raises:
         ManifestMismatch: The version is no adapter, its matrices are not of the rank that its
@@ -163,9 +164,25 @@ def read_adapter(
         VersionNotFound: The number was published anew since.
         TorchRosError: As `ShardHandle.stream`.
     """
-    version, names = contents.version, contents.tensors
-    what = f"version {version} of model {handle.model!r}"
-    for text in (CONFIG, BASE):
+    config, base = read_config(handle, contents, timeout_s)
+    names = [name for name in contents.tensors if name not in TEXTS]
+    tensors = _streamed(handle, contents, names, timeout_s)
+    for name, tensor in tensors.items():
+        if has_nan(tensor):
+            raise no_numbers(name, contents.version, handle.model)
+    return Adapter(contents, tensors, config, base)
+
+
+def read_config(
+    handle: torch_ros.ShardHandle, contents: torch_ros.Contents, timeout_s: float | None = None
+) -> tuple[Mapping[str, Any], BaseContent | None]:
+    """Read PEFT's configuration of an adapter, and the base that it fits; and no matrix.
+
+    Raises:
+        TorchRosError: As `read_adapter`, which alone looks for a NaN.
+    """
+    names, what = contents.tensors, f"version {contents.version} of model {handle.model!r}"
+    for text in TEXTS:
         if text not in names or names[text][1].numel() > CONFIG_BYTES_MAX:
             raise ManifestMismatch(
                 what,
@@ -173,17 +190,25 @@ def read_adapter(
                 f"{some(sorted(names), NAMED_MAX)}",
                 "publish it by torch_ros.integrations.adapters.publish_adapter",
             )
+    texts = _streamed(handle, contents, TEXTS, timeout_s)
+    config, fits = (_read(what, text, texts[text]) for text in TEXTS)
+    shapes = {name: shape for name, (_, shape) in names.items() if name not in TEXTS}
+    require_ranks(what, shapes, config)
+    return config, fits and BaseContent(**fits)
+
+
+def _streamed(
+    handle: torch_ros.ShardHandle,
+    contents: torch_ros.Contents,
+    names: Sequence[str],
+    timeout_s: float | None,
+) -> dict[str, torch.Tensor]:
+    version = contents.version
     with handle.stream(version, names, buffer_bytes=BUFFER_BYTES, timeout_s=timeout_s) as stream:
         if stream.uid != contents.uid:
             reason = "it was published again meanwhile; ask anew"
             raise VersionNotFound(handle.model, str(version), reason)
-        tensors = {name: tensor.clone() for name, tensor in stream}
-    config, fits = (_read(what, text, tensors.pop(text)) for text in (CONFIG, BASE))
-    require_ranks(what, {name: tensor.shape for name, tensor in tensors.items()}, config)
-    for name, tensor in tensors.items():
-        if has_nan(tensor):
-            raise no_numbers(name, version, handle.model)
-    return Adapter(contents, tensors, config, fits and BaseContent(**fits))
+        return {name: tensor.clone() for name, tensor in stream}
 
 
 def write_files(adapter: Adapter, folder: Path) -> None:

@@ -14,6 +14,7 @@ from torch_ros.integrations.vllm.worker_adapters import (
     SCHEME,
     AdapterPath,
     LoadedAdapter,
+    base_mismatch,
     drop_adapter,
     load_adapter,
 )
@@ -35,8 +36,6 @@ def add(own: Any, core: Any, request: Any) -> bool:
     if not request.lora_path.startswith(SCHEME):
         return bool(own(core, request))
     _load(core, request)
-    if (error := _misfit(core, request.lora_path)) is not None:
-        raise RuntimeError(tell(error, None))
     return True
 
 
@@ -60,7 +59,7 @@ def refusal(core: Any, request: Any) -> str:
         return ""
     loaded, path = _loaded(core), lora.lora_path
     is_known = path in loaded and _paths(core).get(lora.lora_int_id, path) == path
-    asked = (path, lora.lora_int_id)
+    asked = (path, lora.lora_int_id, getattr(core, ACTIVE, ""))
     failed, until_s, why = getattr(core, FAILED, (None, 0.0, ""))
     if failed == asked and time.monotonic() < until_s:
         return str(why)
@@ -105,7 +104,8 @@ def _load(core: Any, request: Any) -> None:
     except UsageError as error:
         raise RuntimeError(tell(error, None)) from error
     surplus = _surplus(core, path)
-    found: LoadedAdapter = core.collective_rpc(load_adapter, None, (request, surplus))[0]
+    asked = (request, surplus, getattr(core, ACTIVE, ""))
+    found: LoadedAdapter = core.collective_rpc(load_adapter, None, asked)[0]
     for one in surplus:
         del loaded[one]
     for other in [each for each, its in _paths(core).items() if its in surplus]:
@@ -131,13 +131,5 @@ def _running(core: Any) -> set[str]:
 
 def _misfit(core: Any, path: str) -> ManifestMismatch | None:
     adapter = _loaded(core).get(path)
-    active = getattr(core, ACTIVE, "")
-    if adapter is None or adapter.base is None or adapter.base.uid == active:
-        return None
-    base = adapter.base
-    return ManifestMismatch(
-        f"the base of {path}",
-        f"version {base.version} of run {base.run!r}",
-        "another version in this engine" if active else "weights that are no version",
-        "update the engine to that version, or load an adapter for the one that it has",
-    )
+    base = None if adapter is None else adapter.base
+    return base_mismatch(path, base, getattr(core, ACTIVE, ""))

@@ -17,7 +17,14 @@ from typing import Any, TypeVar
 import torch_ros
 from torch_ros import environment
 from torch_ros.errors import ManifestMismatch, UsageError, VersionNotFound
-from torch_ros.integrations.adapters import BaseContent, read_adapter, write_files, written_base
+from torch_ros.integrations.adapters import (
+    TEXTS,
+    BaseContent,
+    read_adapter,
+    read_config,
+    write_files,
+    written_base,
+)
 from torch_ros.integrations.shared_folders import Pinned, pinned
 from torch_ros.integrations.vllm.told import tell
 from torch_ros.printable import log_of
@@ -65,16 +72,26 @@ class LoadedAdapter:
     base: BaseContent | None
 
 
-def load_adapter(worker: Any, request: Any, let_go: Sequence[str]) -> LoadedAdapter | None:
+def load_adapter(
+    worker: Any, request: Any, let_go: Sequence[str], active: str
+) -> LoadedAdapter | None:
     """Load an adapter. All workers of an engine call this; the last one raises if one fails.
 
     Args:
         let_go: Paths of adapters that the engine does not use any more.
+        active: The uid of the engine's base; "": it is no version.
     """
     from torch_ros.integrations.vllm.engine import Ranks  # noqa: PLC0415  # it imports vLLM
 
-    ranks = Ranks(worker.parallel_config)
-    load = _Load(worker, request, ranks.rank)
+    try:
+        ranks = Ranks(worker.parallel_config)
+    except Exception as error:  # on all of them, and there is no group to gather it by
+        log.exception("an adapter was not loaded")
+        size = worker.parallel_config.world_size
+        if worker.rank % size == size - 1:
+            raise RuntimeError(tell(error, None)) from error
+        return None
+    load = _Load(worker, request, ranks.rank, active)
     try:
         found = _as_one(ranks, load.look, lambda: None)
         if found is None:
@@ -124,8 +141,8 @@ def _as_one(ranks: Any, step: Callable[[], T], undo: Callable[[], object]) -> T 
 class _Load:
     """The load of one adapter by one worker."""
 
-    def __init__(self, worker: Any, request: Any, rank: int) -> None:
-        self._worker, self._request, self._rank = worker, request, rank
+    def __init__(self, worker: Any, request: Any, rank: int, active: str) -> None:
+        self._worker, self._request, self._rank, self._active = worker, request, rank, active
         self._manager: Any = getattr(worker.model_runner, "lora_manager", None)
         self._handle: torch_ros.ShardHandle | None = None
         self._contents: torch_ros.Contents | None = None
@@ -150,32 +167,56 @@ class _Load:
         path = AdapterPath.of(self._request.lora_path)
         if self._rank > 0:
             return ""
-        if path.uid and self._request.lora_path in self._pins:
+        pin = self._pins.get(self._request.lora_path) if path.uid else None
+        if pin is not None:
+            self._require_base(written_base(pin.path))
             return path.uid
-        return self._look(path).uid
+        contents = self._look(path)
+        config, base = read_config(self._open(path.model), contents, self._left_s)
+        self._require_base(base)
+        shapes = {name: shape for name, (_, shape) in contents.tensors.items() if name not in TEXTS}
+        require_allowed(self._request.lora_path, self._manager, shapes, config)
+        return contents.uid
+
+    def _require_base(self, base: BaseContent | None) -> None:
+        if (error := base_mismatch(self._request.lora_path, base, self._active)) is not None:
+            raise error
 
     def _look(self, path: AdapterPath) -> torch_ros.Contents:
         if self._contents is None:
-            handle = self._open(path.model)
-            there = handle.list(timeout_s=LOOK_S)
-            if path.version not in there:  # nobody waits for it: the engine would stand still
-                reason = f"there are {sorted(there) or 'none'}"
-                raise VersionNotFound(path.model, str(path.version), reason)
-            self._contents = handle.contents(path.version, timeout_s=LOOK_S)
+            self._require_there(path)
+            self._contents = self._open(path.model).contents(path.version, timeout_s=LOOK_S)
         if path.uid not in ("", self._contents.uid):
             raise VersionNotFound(path.model, str(path.version), "it was published again")
         return self._contents
 
+    def _require_there(self, path: AdapterPath) -> None:
+        """Refuse a version that nobody has, before a handle of its name leaves records behind.
+
+        Nobody waits for it: the engine would stand still.
+        """
+        endpoint = self._options(path.model).get("endpoint")
+        fleet = torch_ros.Fleet.at(path.model, endpoint=endpoint, timeout_s=LOOK_S)
+        run = fleet.latest and fleet.latest.run
+        offered = (each.ref for each in fleet.versions if each.is_offered)
+        there = sorted({ref.version for ref in offered if ref.run == run})
+        if path.version not in there:
+            reason = f"there are {there or 'none'}"
+            raise VersionNotFound(path.model, str(path.version), reason)
+
+    def _options(self, model: str) -> dict[str, Any]:
+        engine = getattr(self._worker, "weight_transfer_engine", None)
+        options = getattr(engine, "reading_options", None)
+        if options is None and not environment.value(environment.ENDPOINT):
+            raise UsageError(
+                f"no endpoint to find adapter {model!r} at: attach the engine, or set "
+                f"{environment.ENDPOINT}"
+            )
+        return {**(options or {}), "timeout_s": LOOK_S}
+
     def _open(self, model: str) -> torch_ros.ShardHandle:
         if self._handle is None:
-            engine = getattr(self._worker, "weight_transfer_engine", None)
-            options = getattr(engine, "reading_options", None)
-            if options is None and not environment.value(environment.ENDPOINT):
-                raise UsageError(
-                    f"no endpoint to find adapter {model!r} at: attach the engine, or set "
-                    f"{environment.ENDPOINT}"
-                )
-            options = {**(options or {}), "timeout_s": LOOK_S}
+            options = self._options(model)
             self._handle = torch_ros.open(model, **options, spot=True, rank=0, world_size=1)
         return self._handle
 
@@ -240,24 +281,75 @@ def _load(manager: Any, own: Callable[[Any], Any], request: Any) -> Any:
         found = own(local)
     except Exception as error:
         raise UsageError(f"{request.lora_path}: vLLM refuses it: {error}") from error
-    require_fit(request.lora_path, manager._adapter_manager, found.loras)  # noqa: SLF001
+    shapes = {name: (_shape(one.lora_a), _shape(one.lora_b)) for name, one in found.loras.items()}
+    require_fit(request.lora_path, manager._adapter_manager, shapes)  # noqa: SLF001
     return found
 
 
-def require_fit(what: str, manager: Any, matrices: Mapping[str, Any]) -> None:
+def _shape(matrix: Any) -> Sequence[int] | None:
+    return None if matrix is None else tuple(matrix.shape)
+
+
+def base_mismatch(what: str, base: BaseContent | None, active: str) -> ManifestMismatch | None:
+    """The reason against an adapter of this base, in an engine whose base has the uid `active`."""
+    if base is None or base.uid == active:
+        return None
+    return ManifestMismatch(
+        f"the base of {what}",
+        f"version {base.version} of run {base.run!r}",
+        "another version in this engine" if active else "weights that are no version",
+        "update the engine to that version, or load an adapter for the one that it has",
+    )
+
+
+def require_allowed(
+    what: str, manager: Any, shapes: Mapping[str, Sequence[int]], config: Mapping[str, Any]
+) -> None:
+    """Refuse an adapter of which no matrix was read: as vLLM would, and as `require_fit`.
+
+    Args:
+        manager: vLLM's, of one worker.
+        shapes: Of the matrices, by PEFT's names.
+        config: PEFT's.
+    """
+    from vllm.lora.peft_helper import PEFTHelper  # noqa: PLC0415  # a worker has it
+    from vllm.lora.utils import parse_fine_tuned_lora_name  # noqa: PLC0415
+
+    inner: Any = manager._adapter_manager  # noqa: SLF001  # vLLM's name
+    mapper = getattr(inner.model, "hf_to_vllm_mapper", None)
+    mapper = None if mapper is None else mapper.get_rename_mapper()
+    skipped = getattr(inner.model, "lora_skip_prefixes", None) or ()
+    found: dict[str, dict[bool, Sequence[int]]] = {}
+    try:
+        PEFTHelper.from_dict(dict(config)).validate_legal(manager.lora_config)
+        for name, shape in shapes.items():
+            if not any(f".{one}" in name or name.startswith(one) for one in skipped):
+                module, is_a = parse_fine_tuned_lora_name(name, mapper)
+                found.setdefault(module, {})[is_a] = tuple(shape)
+    except Exception as error:
+        raise UsageError(f"{what}: vLLM refuses it: {error}") from error
+    both = {module: (one.get(True), one.get(False)) for module, one in found.items()}
+    require_fit(what, inner, both)
+
+
+def require_fit(
+    what: str,
+    manager: Any,
+    matrices: Mapping[str, tuple[Sequence[int] | None, Sequence[int] | None]],
+) -> None:
     """Refuse what vLLM would use without a word: a matrix without a place, or of another size.
+
+    Args:
+        matrices: The shapes of A and B of each layer, by vLLM's names.
 
     Raises:
         ManifestMismatch: The adapter was trained on another model.
     """
     sizes = dict(_sizes(manager))
-    for name, one in matrices.items():
+    for name, (a, b) in matrices.items():
         if ".experts" in name:  # which vLLM keeps in an order of its own
             continue
         is_elsewhere = name not in sizes and _is_partial(manager)
-        a, b = (
-            None if matrix is None else tuple(matrix.shape) for matrix in (one.lora_a, one.lora_b)
-        )
         expected = sizes.get(name)
         if is_elsewhere or (expected is None and name in sizes):
             continue
