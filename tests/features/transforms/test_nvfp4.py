@@ -18,6 +18,7 @@ from torch_ros import NVFP4, Cast, Chunked
 from torch_ros.copies import buffers as copy_buffers
 from torch_ros.errors import UsageError
 from torch_ros.features.transforms import matrices
+from torch_ros.features.transforms.fitting import largest_of
 
 FP8 = torch.float8_e4m3fn
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -403,6 +404,57 @@ def test_parts_and_layers_of_a_group_fit_the_whole_tensors(on_ranks):
 
     expected = NVFP4.fitted({"first": first, "last": last, "rows": rows}, ["*"])
     assert on_ranks(2, fitted) == [expected] * 2
+
+
+def caught(function, *args, **named):
+    try:
+        return function(*args, **named)
+    except Exception as error:  # that of each rank is looked at
+        return error
+
+
+def test_an_error_on_one_rank_of_a_group_is_raised_on_all(on_ranks):
+    """Each has layers of its own."""
+
+    def fitted(rank):
+        tensors = {f"layers.{rank}.w": torch.ones(2, 16 + rank)}
+        return caught(NVFP4.fitted, tensors, ["*"], group=dist.group.WORLD)
+
+    errors = on_ranks(2, fitted)
+    assert [type(error) for error in errors] == [UsageError] * 2
+    assert all("tensor 'layers.1.w' of shape [2, 17]" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements"),
+    [((2,), [Shard(0)]), ((2, 2), [Shard(0), Shard(1)]), ((2, 2), [Replicate(), Shard(0)])],
+)
+def test_an_error_on_one_rank_of_a_mesh_is_raised_where_it_is_waited_for(
+    on_ranks, mesh, placements
+):
+    """Tensors that are replicated have nobody who waits."""
+    full = torch.ones(4, 32)
+
+    def fitted(rank):
+        made = init_device_mesh("cpu", mesh)
+        tensor = distribute_tensor(full, made, placements, src_data_rank=None)
+        names = "*" if rank == 1 else ["*"]
+        return caught(NVFP4.fitted, {"w": tensor}, names)
+
+    found = on_ranks(math.prod(mesh), fitted)
+    assert "names='*'" in str(found[1])
+    others = [rank for rank, one in enumerate(found) if "another rank could not" in str(one)]
+    waiting = [0] if isinstance(placements[0], Replicate) else [0, *range(2, len(found))]
+    assert others == waiting
+
+
+def test_the_largest_of_a_tensor_with_gaps_takes_no_copy_of_it():
+    full = torch.randn(256, 1024)
+    full[3, 7], full[200, 4] = -9.0, 8.0
+    for box, largest in ((full.t(), 9), (full[:, ::2], 8)):
+        with torch.profiler.profile(profile_memory=True) as profile:
+            assert largest_of(box) == largest
+        assert max(event.cpu_memory_usage for event in profile.events()) < box.nbytes / 100
 
 
 @pytest.mark.parametrize("boxes", [[(0, 3, 0, 16)], []])

@@ -1,16 +1,16 @@
 """The largest absolute values of tensors, of which other ranks have parts."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torch_ros.errors import UsageError
+from torch_ros.errors import TorchRosError, UsageError
 from torch_ros.weights.chunked import Chunked
-from torch_ros.weights.local import LocalTensor, local_chunks
+from torch_ros.weights.local import LocalTensor
 
 Split = tuple[DeviceMesh, tuple[int, ...]]
 """A mesh, and those of its dimensions over which tensors are split."""
@@ -18,36 +18,85 @@ Split = tuple[DeviceMesh, tuple[int, ...]]
 
 def largest_of(box: torch.Tensor) -> torch.Tensor:
     """One float32, where the box is; NaN if the box has one."""
-    return torch.stack(torch.aminmax(box)).abs().amax().float()
+    # Of a box with gaps, aminmax makes a copy.
+    ends = torch.aminmax(box) if box.is_contiguous() else (box.amin(), box.amax())
+    return torch.stack(ends).abs().amax().float()
 
 
 def largest_of_all(
-    named_tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None
+    named_tensors: Mapping[str, torch.Tensor],
+    taken: Callable[[], Sequence[LocalTensor]],
+    group: dist.ProcessGroup | None,
 ) -> Mapping[str, float]:
-    """Those of whole tensors, by name. Waits for a GPU once, and for the ranks that have parts.
+    """Those of whole tensors, by name. Waits for a GPU, and for the ranks that have parts.
+
+    All of these raise if one does: without a group, those with which it shares a mesh.
 
     Args:
+        named_tensors: Of which some are taken.
+        taken: The parts of these that this rank has.
         group: Gathers all names and values of these ranks, too.
 
-    Raises: UsageError: There is no group, and a `Chunked` of which this rank has only a part.
+    Raises: UsageError: There is no group, and a `Chunked` of which this rank has only a part; or
+        another rank has failed.
     """
     together: dict[Split | torch.device, list[LocalTensor]] = {}
-    for tensor in local_chunks(named_tensors):
-        if group is None:
-            _require_all(tensor, named_tensors[tensor.fqn])
-        split = _split(named_tensors[tensor.fqn])
-        together.setdefault(split or _device(tensor), []).append(tensor)
+    here: dict[Split | torch.device, torch.Tensor] = {}
+    failed: Exception | None = None
+    try:
+        for tensor in taken():
+            if group is None:
+                _require_all(tensor, named_tensors[tensor.fqn])
+            split = _split(named_tensors[tensor.fqn])
+            together.setdefault(split or _device(tensor), []).append(tensor)
+        for where, tensors in together.items():
+            device = where if isinstance(where, torch.device) else where[0].device_type
+            here[where] = _stacked(tensors, torch.device(device))
+    except Exception as error:  # noqa: BLE001  # raised below, on all ranks
+        failed = error
+    _raise_together(failed, named_tensors, group)
     found: dict[str, float] = {}
-    for where, tensors in together.items():
-        if isinstance(where, torch.device):
-            largest = _stacked(tensors, where)
-        else:
-            mesh, dims = where
-            largest = _stacked(tensors, torch.device(mesh.device_type))
-            for dim in dims if mesh.get_coordinate() is not None else ():
-                dist.all_reduce(largest, dist.ReduceOp.MAX, mesh.get_group(dim))
-        found |= zip((tensor.fqn for tensor in tensors), largest.tolist(), strict=True)
+    for where, largest in here.items():
+        if not isinstance(where, torch.device):
+            _most(largest, where)
+        names = (tensor.fqn for tensor in together[where])
+        found |= zip(names, largest.tolist(), strict=True)
     return found if group is None else _gathered(found, group)
+
+
+def _raise_together(
+    failed: Exception | None,
+    named_tensors: Mapping[str, torch.Tensor],
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Raise if this rank, or another that it would wait for, has failed."""
+    first: Exception | None = None
+    if group is not None:
+        is_ours = failed is None or isinstance(failed, TorchRosError)
+        told = failed if is_ours else UsageError(f"another rank has failed: {failed!r}")
+        everywhere: list[Exception | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everywhere, told, group)
+        first = next(filter(None, everywhere), None)
+    elif isinstance(named_tensors, Mapping):
+        splits = dict.fromkeys(filter(None, map(_split, named_tensors.values())))
+        for split in splits:  # of all, so that it depends on no pattern of a rank
+            is_failing, device = (failed or first) is not None, split[0].device_type
+            flag = torch.full((), float(is_failing), dtype=torch.float32, device=device)
+            _most(flag, split)
+            if flag.item() and first is None:
+                first = UsageError(
+                    "another rank could not find the largest elements of its shards: its own "
+                    "error says why; expected all ranks of a mesh to find theirs"
+                )
+    if (error := failed or first) is not None:
+        raise error
+
+
+def _most(values: torch.Tensor, split: Split) -> None:
+    """Make each the largest that a rank of the mesh has; a rank outside of it has its own."""
+    mesh, dims = split
+    for dim in dims if mesh.get_coordinate() is not None else ():
+        dist.all_reduce(values, dist.ReduceOp.MAX, mesh.get_group(dim))
 
 
 def _require_all(local: LocalTensor, tensor: torch.Tensor) -> None:

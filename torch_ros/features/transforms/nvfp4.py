@@ -15,7 +15,7 @@ from torch_ros.copies.transforms import MadeTensor, Shape
 from torch_ros.errors import UsageError
 from torch_ros.features.transforms import matrices
 from torch_ros.features.transforms.fitting import largest_of, largest_of_all
-from torch_ros.weights.local import local_chunks
+from torch_ros.weights.local import LocalTensor, local_chunks
 
 SIZE = 16  # of a block
 # Of all models of vLLM 0.32. Where only some of a row are fused, sharing costs precision alone.
@@ -109,8 +109,8 @@ class NVFP4:
     ) -> Self:
         """Find the global scales of these tensors, for one version.
 
-        Collective on all ranks of a DTensor's mesh over which it is sharded, and of `group`: an
-        error on one leaves the others waiting, until torch's timeout. Else called by any rank.
+        Collective on all ranks of a DTensor's mesh over which it is sharded, and of `group`, with
+        names in one order: an error on one is raised on all. Else called by any rank.
 
         Args:
             named_tensors: What is published then. Values that are not finite are refused there.
@@ -123,18 +123,18 @@ class NVFP4:
 
         Raises:
             UsageError: As `publish_copy` of these tensors; or there is no `group`, and a `Chunked`
-                of which this rank has only a part.
+                of which this rank has only a part; or another rank has failed.
         """
-        arguments.instance(Sequence)("NVFP4.fitted: fused", fused)
-        for row in fused:
-            arguments.texts("NVFP4.fitted: fused", row)
-        plain = cls(names, keep)
-        taken = {
-            tensor.fqn: named_tensors[tensor.fqn]
-            for tensor in local_chunks(named_tensors)
-            if plain.outputs(tensor.fqn, tensor.dtype, tensor.shape)
-        }
-        largest = largest_of_all(taken, group)
+
+        def taken() -> Sequence[LocalTensor]:
+            arguments.instance(Sequence)("NVFP4.fitted: fused", fused)
+            for row in fused:
+                arguments.texts("NVFP4.fitted: fused", row)
+            plain = cls(names, keep)
+            there = local_chunks(named_tensors)
+            return [one for one in there if plain.outputs(one.fqn, one.dtype, one.shape)]
+
+        largest = largest_of_all(named_tensors, taken, group)
         heads, shared = _heads(fused), dict[str, float]()
         for fqn, value in largest.items():
             key = _fused(fqn, heads)
