@@ -21,7 +21,9 @@ class MXFP8:
     "w.weight" of shape (N, K) gets a "w.weight_scale" of shape (N, K / 32), in which a uint8 of n
     stands for 2 ** (n - 127). An element divided by its scale is rounded to the nearest float8. The
     bits are those that compressed-tensors makes of the matrix as float32, by its schemes "MXFP8"
-    and "MXFP8A16"; a block of zeros has the scale 0, which stands for the smallest.
+    and "MXFP8A16"; a block of zeros has the scale 0, which stands for the smallest. With a largest
+    element of m * 2 ** e, a scale is 2 ** (e - 8) below m = 1.75, and twice that from there on; by
+    the rule of OCP's specification it never is, and elements beyond 448 become 448.
 
     As with `Float8`, a tensor of three dimensions is taken for so many matrices, with blocks along
     the last one; those of fewer or more, or not of 16 floating-point bits or more, are left as they

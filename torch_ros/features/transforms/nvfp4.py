@@ -59,8 +59,9 @@ class NVFP4:
     An element is nearly its four bits times its block's scale divided by the global scale. The bits
     are those that compressed-tensors makes of the matrix as float32.
 
-    A global scale is made of a whole tensor. Shards have to be told theirs, by `global_scales`. So
-    have matrices that an engine fuses: vLLM uses one for queries, keys and values, and one for gate
+    A global scale is made of a whole tensor: without `global_scales`, a copy from a GPU `to="cpu"`
+    makes each tensor in one piece. Shards have to be told theirs, by `global_scales`. So have
+    matrices that an engine fuses: vLLM uses one for queries, keys and values, and one for gate
     and up; where theirs differ, as after a plain `NVFP4(names)`, it computes with other weights,
     and only warns. `NVFP4.fitted` finds all of them.
 
