@@ -156,7 +156,9 @@ def publish_adapter(
 def read_adapter(
     handle: torch_ros.ShardHandle, contents: torch_ros.Contents, timeout_s: float | None = None
 ) -> Adapter:
-    """Read an adapter of this content, by a handle of one rank. Its matrices come last.
+    """Read an adapter of this content, by a handle of one rank.
+
+    Its matrices come last: what the configuration tells is refused before.
 
     Raises:
         ManifestMismatch: The version is no adapter, its matrices are not of the rank that its
