@@ -9,7 +9,7 @@ import torch
 
 from torch_ros import arguments
 from torch_ros.copies.ferry import Ferry
-from torch_ros.copies.transforms import Box, Making, Transform, makings
+from torch_ros.copies.transforms import Box, Making, Transform, makings, pieces
 from torch_ros.copies.turns import BUFFERS, HostBuffers, Turns
 from torch_ros.errors import UsageError
 from torch_ros.transfer.attending import Attendant, Copier
@@ -206,7 +206,7 @@ def make(
     Args:
         ferry: Brings them to their places, if these are on the host and the chunk is not.
     """
-    for box, parts in making.pieces(memory, places, PIECE_BYTES):
+    for box, parts in pieces(making.outputs, memory, places, PIECE_BYTES):
         if ferry is None:
             making.fill(box, parts)
         else:

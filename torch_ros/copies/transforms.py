@@ -133,11 +133,6 @@ class Making:
                 break
         return cls(tensor, transform, outputs)
 
-    @property
-    def units(self) -> Shape:
-        """The sizes of the smallest box that has whole elements of all outputs."""
-        return units(self.outputs)
-
     def boxes(self, chunk: LocalChunk) -> Mapping[str, Box]:
         """The part of each output that is made of a chunk.
 
@@ -177,12 +172,6 @@ class Making:
         output, tensor = self.outputs[name], self.tensor
         _, shape = output.made_of((0,) * len(tensor.shape), tensor.shape)
         return LocalTensor(name, output.dtype, shape, tuple(chunks), tensor.spread)
-
-    def pieces(
-        self, memory: torch.Tensor, made: Mapping[str, torch.Tensor], most_bytes: int
-    ) -> Iterator[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]:
-        """Cut a chunk and what is made of it into boxes of so many bytes at most, or one unit."""
-        return pieces(self.outputs, memory, made, most_bytes)
 
     def fill(self, box: torch.Tensor, made: Mapping[str, torch.Tensor]) -> None:
         """Raises: UsageError: The transform raised."""
