@@ -90,8 +90,11 @@ def try_it(python: Path, directory: Path) -> None:
     assert where.startswith(str(directory)), where
     code = "\n".join(FENCE.findall((ROOT / "README.md").read_text()))
     run(python, "-W", "ignore", "-c", code, cwd=empty)
-    for command in ((python.parent / "torch-ros",), (python, "-m", "torch_ros")):
-        assert "push" in run(*command, "--help", cwd=empty)
+    command = python.parent / "torch-ros"
+    assert "push" in run(command, "--help", cwd=empty)
+    # That etcd ends with its directory.
+    demo = ("env", f"TORCH_ROS_LOCAL_DIR={directory / 'etcd'}", python, "-m", "torch_ros", "demo")
+    assert "goes on from version" in run(*demo, cwd=empty)
 
 
 def main(directory: Path) -> None:

@@ -35,7 +35,7 @@ ARGUMENTS = {  # of those that take more than a model
     "web": ["MODEL", "--port", "0"],
     "export": ["MODEL", "--port", "0"],
 }
-COMMANDS = list(_SUBCOMMANDS.choices)
+COMMANDS = [each for each in _SUBCOMMANDS.choices if each != "demo"]  # it takes no model
 SERVE = {"web", "export"}
 ASK_ETCD = [each for each in COMMANDS if each != "ready"]
 each_command = pytest.mark.parametrize("command", COMMANDS)
@@ -262,7 +262,7 @@ def test_an_output_that_is_full_is_a_line_and_an_exit_code():
     )
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", _SUBCOMMANDS.choices)
 def test_help_has_examples_that_can_be_typed(command, capsys):
     with pytest.raises(SystemExit) as ended:
         main.main([command, "--help"])

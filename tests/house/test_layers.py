@@ -55,7 +55,9 @@ ARROWS = {  # folder -> what it may import besides itself, the ground and the st
     "bucket": {"checkpoints", "codec", "public", "weights", "torch", "numpy", "msgspec"},
     "fleet": {"features", "p2p", "protocol", "store"},
     "metrics": {"bucket", "features", "fleet", "protocol", "shard"},
+    "demo": {"public", "torch"},
     "cli": {
+        "demo",
         "bucket",
         "checkpoints",
         "face",

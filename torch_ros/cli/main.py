@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ from torch_ros.errors import (
 )
 from torch_ros.fleet.fleet import Fleet
 from torch_ros.printable import silence
+from torch_ros.store.endpoint import connect
 from torch_ros.store.kv import KV
 
 FINE, NOT_FINE, USAGE, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
@@ -48,6 +50,14 @@ EXTRAS = {  # which brings a module
     "uvicorn": "web",
 }
 NEEDED = {"nixl", "torch"}  # by torch-ros itself; commands that only ask etcd do without
+DEMO_ENDS = (
+    "",
+    "In your own job:",
+    '    handle = torch_ros.open("policy"); handle.register(model)    # both ends',
+    "    handle.guard(optimizer); handle.publish(step)                # the trainer, each step",
+    '    for version in handle.follow("latest"): ...                  # a rollout',
+    'or dcp.save and dcp.load, with ROSWriter(step) and ROSReader("latest").',
+)
 CLEAR = "\x1b[H\x1b[2J"
 REDRAW_S = 0.3  # at least
 AGES_S = 5.0  # after which ages on a screen are too old
@@ -99,6 +109,22 @@ def _missing(command: str, error: ModuleNotFoundError) -> UsageError:
 def _say(error: Exception | str, code: int) -> int:
     output.complain(error)
     return code
+
+
+def _demo(asked: argparse.Namespace) -> int:
+    if asked.json:
+        raise UsageError("demo is a story for people; for programs: torch_ros.open")
+    if asked.endpoint.startswith("memory:"):
+        raise UsageError("demo starts processes, which share no memory://: expected an etcd")
+    with closing(connect(asked.endpoint, timeout_s=asking.ANSWER_S)) as kv:  # starts "local"
+        where = kv.endpoint
+    from torch_ros.demo import acts  # noqa: PLC0415  # it takes torch, for seconds
+
+    model, say = f"demo-{os.getpid()}", partial(output.say, sys.stdout)
+    say(f"A trainer and two rollouts of model {model!r} meet in {where}.", "")
+    acts.perform(model, asked.endpoint, say)
+    say(*DEMO_ENDS)
+    return FINE
 
 
 def _ls(asked: argparse.Namespace) -> int:
@@ -327,6 +353,7 @@ def _table(out: TextIO, header: Sequence[str], rows: ls.Rows, nothing: str) -> N
 
 
 COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
+    "demo": _demo,
     "ls": _ls,
     "export": _export,
     "top": _top,

@@ -18,6 +18,7 @@ GRACE = "for readers of what is collected; by default 1h"
 NAMES = ("model", "models", "links", "replica")  # of all commands
 
 EXAMPLES = {
+    "demo": ("demo",),
     "ls": ("ls", "ls policy", "ls policy 42 --deep", "--json ls policy"),
     "export": ("export --port 9464", "export policy critic --host 0.0.0.0"),
     "top": ("top policy", "top policy --deep"),
@@ -114,6 +115,7 @@ def _add_timeout(command: argparse.ArgumentParser) -> None:
 
 
 def _add_listing(commands: "Commands[argparse.ArgumentParser]") -> None:
+    _add(commands, "demo", "a trainer and rollouts on this host, of which some are killed")
     listed = _add(commands, "ls", "models; or the versions of one, and who has them")
     listed.add_argument("model", nargs="?")
     listed.add_argument("number", nargs="?", type=_whole, metavar="version")
