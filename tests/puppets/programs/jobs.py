@@ -523,6 +523,7 @@ def adapter_of_shards(model):
     module.peft_config = {"default": PeftConfig(peft_type="LORA", r=3, target_modules={"up", "a"})}
     expected = {name: one.clone() for name, one in adapter_tensors(module).items()}
     fully_shard(layer)
+    module._tp_size = 2  # as transformers notes a tp_plan: DTensors know which part they are
     assert all(isinstance(one, DTensor) for one in adapter_tensors(module).values())
     trainer = open_handle(model, "trainer")
     publish_adapter(trainer, 1, module)
