@@ -23,7 +23,7 @@ ROWS ?= 3.11:2.13.0 3.11:lowest
 # Some images set it; then each of the hundreds of processes of a test run compiles the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-vllm test test-all test-engines test-matrix package sim sim-faults history scale lint docs bench bench-control bench-peers gpu clean
+.PHONY: help demo demo-vllm test test-all test-nightly test-engines test-matrix package sim sim-faults history scale lint docs bench bench-control bench-peers gpu clean
 
 # `make test` and `make test-all`: processes that run tests. They wait more than they compute.
 WORKERS ?= 4
@@ -63,7 +63,9 @@ help:
 	@echo "            first time some more to install them in $(VLLM), 3 GB"
 	@echo "make test   what to run before each commit: real etcd and NIXL, ranks with FSDP2; some minutes"
 	@echo "make test-all WORKERS=4"
-	@echo "            every test; also clusters, supervisors, torchrun, killed processes"
+	@echo "            also clusters, supervisors, torchrun, killed processes; a quarter of an hour"
+	@echo "make test-nightly"
+	@echo "            tests that take minutes each: benchmarks, fleets of hundreds, thousands of deltas"
 	@echo "make test-engines"
 	@echo "            real vLLM engines on CPUs, verl itself, and the seams of TRL and SGLang; 3 GB more,"
 	@echo "            in $(VLLM) and $(VERL); twenty minutes"
@@ -159,15 +161,18 @@ demo-vllm: $(INSTALLED_VLLM)
 	$(VLLM)/bin/python examples/grpo_with_vllm.py
 
 # Else each thread of torch that has nothing to do spins for milliseconds, on cores that others need.
-test test-all: export OMP_WAIT_POLICY := passive
+test test-all test-nightly: export OMP_WAIT_POLICY := passive
 
 test: $(INSTALLED)
-	$(PYTEST) $(NOT_BESIDE) -m 'not long'
+	$(PYTEST) $(NOT_BESIDE) -m 'not long and not nightly'
 
 # Jobs of torch need the cores that they have.
 test-all: $(INSTALLED) $(INSTALLED_DEPLOY)
-	$(PYTEST) $(NOT_BESIDE)
-	$(BIN)/python -m pytest --durations=10 tests/processes tests/history tests/wan
+	$(PYTEST) $(NOT_BESIDE) -m 'not nightly'
+	$(PYTEST) --numprocesses=3 --dist=loadfile -m 'not nightly' tests/processes tests/history tests/wan
+
+test-nightly: $(INSTALLED)
+	$(PYTEST) --numprocesses=2 --ignore=tests/engines -m nightly
 
 test-engines: $(INSTALLED_VERL) $(INSTALLED_VLLM)
 	$(VERL)/bin/python -m pytest --durations=10 tests/engines/test_verl.py tests/engines/test_seams.py

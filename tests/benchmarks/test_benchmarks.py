@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -62,12 +62,14 @@ def ends_well(*arguments):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_ends_well(part, tmp_path):
     ends_well("-c", PART, part, PARTS[part], "--size-mib", 32, "--repeat", 1, "--out", tmp_path)
     assert {"README.md", "results.json"} <= {path.name for path in tmp_path.iterdir()}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_ends_well(program):
     name, *arguments = program.split()

@@ -44,7 +44,7 @@ def ended(*arguments):
     return done.stdout
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("peer", PEERS)
 def test_a_peer_moves_whole_versions(peer, tmp_path):

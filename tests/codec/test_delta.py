@@ -213,7 +213,7 @@ def test_so_it_does_over_several_segments(seed, dtype):
     case(seed, dtype, is_long=True)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("tenth", range(TIMES))
 def test_ten_thousand_deltas_do(tenth):

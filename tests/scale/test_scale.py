@@ -425,7 +425,7 @@ def test_bounds_of_a_few_replicas_hold():
     assert slow["next_p99_x"] < 1.05
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_bounds_of_up_to_two_hundred_hold():
     assert scenarios.burst(0, n=100)["last_x"] < 1.1
     assert scenarios.burst(0, n=100, heads=4)["last_x"] < 1.05
@@ -456,7 +456,7 @@ def script(directory, *, seed):
     return subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_same_bytes_come_twice(tmp_path):
     told = [script(tmp_path / name, seed=seed).stdout for name, seed in (("a", 1), ("b", 2))]
     assert told[0] == told[1]
