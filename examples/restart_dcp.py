@@ -7,6 +7,7 @@ Beside it, a rollout keeps what it reads: python examples/follow.py follow --mod
 Rollouts have the model alone: keep the optimizer's state, if it has one, in checkpoints.
 """
 
+import argparse
 import time
 from copy import deepcopy
 from functools import partial
@@ -18,8 +19,6 @@ from torch.distributed.fsdp import fully_shard
 
 import torch_ros
 from torch_ros.dcp import ROSWriter
-
-STEPS = 1000
 
 
 def newest(handle: torch_ros.ShardHandle) -> int | None:
@@ -40,6 +39,10 @@ def say(text: str) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="restart-dcp")
+    parser.add_argument("--steps", type=int, default=1000, help="in all, over all starts")
+    asked = parser.parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1))
@@ -47,7 +50,7 @@ def main() -> None:
     first = deepcopy(model.state_dict())  # in your job a checkpoint, if there is one
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
 
-    opened = partial(torch_ros.open, "restart-dcp", replica="trainer", retain=("latest",))
+    opened = partial(torch_ros.open, asked.model, replica="trainer", retain=("latest",))
     handle = opened()
     handle.register(model)
     version = newest(handle)
@@ -60,7 +63,7 @@ def main() -> None:
         handle, version = opened(run="new"), 0
         handle.register(model)
     say(f"begins after version {version}")
-    while version < STEPS:
+    while version < asked.steps:
         batch = torch.randn(512, 64)
         loss = (model(batch)[:, 0] - batch.sum(1)).square().mean()
         loss.backward()
