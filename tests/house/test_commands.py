@@ -13,6 +13,7 @@ DOCUMENTS = (
     "docs/TOOLS.md",
     "docs/DISTRIBUTED.md",
     "deploy/kubernetes/README.md",
+    "deploy/slurm/README.md",
 )
 SHELL = re.compile(r"^```(?:sh|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"^```.*?^```$|^#.*?$", re.MULTILINE | re.DOTALL)  # headings, too
@@ -62,6 +63,12 @@ RUN = {  # the beginning of a command: the test that runs it, and words by which
     "until torchrun": ("tests/processes/test_tutorial.py", '"until torchrun"'),
     "examples/torchrun_elastic.sh": ("tests/processes/test_elastic_example.py", "COMMAND"),
     "make demo-vllm": ("tests/engines/vllm/test_grpo_example.py", "grpo_with_vllm.py"),
+    "sbatch deploy/slurm/job.sbatch": ("tests/deploy/slurm_cluster.py", "deploy/slurm/job.sbatch"),
+    "squeue --me --steps": ("tests/deploy/slurm_cluster.py", '"--me", "--steps"'),
+    "deploy/slurm/ready.sh": ("tests/deploy/slurm_cluster.py", "deploy/slurm/ready.sh"),
+    "scancel --signal=TERM": ("tests/deploy/test_slurm.py", '"--signal=TERM"'),
+    "scontrol requeue": ("deploy/slurm/job.sbatch", "scontrol requeue"),  # which a test submits
+    "scancel": ("tests/deploy/test_slurm.py", '"scancel", job.number'),
     "deploy/kubernetes/secrets.sh": ("tests/deploy/test_kubernetes.py", "secrets.sh"),
     "torchrun --rdzv-backend=torch-ros": ("tests/processes/test_torchrun.py", "--rdzv-backend"),
 }
