@@ -54,7 +54,7 @@ def oldest(job):
     return min(used.values()) if used.keys() == BOTH else 0
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @pytest.mark.xdist_group("slurm")
 def test_a_job_outlives_its_rollouts_and_goes_on_when_it_is_requeued(cluster):
@@ -99,7 +99,7 @@ def test_a_job_outlives_its_rollouts_and_goes_on_when_it_is_requeued(cluster):
     job.until(lambda: job.state() == "CANCELLED" and not job.folders())
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.xdist_group("slurm")
 def test_a_job_whose_trainer_is_done_ends_well_on_an_etcd_of_ones_own(cluster, etcd_endpoint):
