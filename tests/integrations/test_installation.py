@@ -26,6 +26,7 @@ from torch_ros.integrations import installation, landing_plan
 from torch_ros.integrations.installation import Installer, InstallOptions
 from torch_ros.integrations.landing_plan import Obstacle, has_nan, state_of
 from torch_ros.integrations.recording import record
+from torch_ros.integrations.tries import IN_A_ROW
 
 NAMES = iter(range(10_000))
 EVERYWHERE = ("qk.weight", "out.weight", "norm.weight")
@@ -371,11 +372,17 @@ class Drafting(Toy):
 def drafting(opened):
     """An engine, its draft and the installer of both, which tells what it installs."""
     engine, draft, handle = Fused(), Mtp(), opened(replica="engine", installs=True)
-    options = InstallOptions(relay=False, on_failure="keep")
-    drafts = Installer(opened(spot=True), Drafting(draft), options)
     toy = Toy(engine, elsewhere=["mtp"])
-    installer = Installer(handle, toy, InstallOptions(), teller=handle, draft=drafts)
-    return SimpleNamespace(engine=engine, draft=draft, installer=installer, toy=toy)
+
+    def follow(reader, model):
+        options = InstallOptions(relay=False, on_failure="refuse")
+        made.drafts = Installer(reader, model, options)
+        how = InstallOptions(on_failure="keep")
+        made.installer = Installer(handle, toy, how, teller=handle, draft=made.drafts)
+
+    made = SimpleNamespace(engine=engine, draft=draft, toy=toy, follow=follow)
+    follow(opened(spot=True), Drafting(draft))
+    return made
 
 
 def test_a_draft_has_each_version_before_the_engine(drafting, trainer):
@@ -412,15 +419,62 @@ def test_a_version_that_fits_one_of_both_changes_neither(drafting, trainer, chan
 def test_a_draft_of_a_model_of_its_own_goes_to_the_latest_of_that(drafting, trainer, place):
     named = place | {"linger_s": 0}
     with torch_ros.open("heads", **named) as heads, torch_ros.open("heads", **named) as reader:
-        options = InstallOptions(relay=False, on_failure="keep")
-        drafting.installer._draft = drafts = Installer(reader, Toy(drafting.draft), options)
+        drafting.follow(reader, Toy(drafting.draft))
         for version, head in [(1, 7), (2, 8), (3, 8)]:
-            if head != drafts.active:
+            if head != drafting.drafts.active:
                 heads.publish_copy(head, {"mtp": torch.full((4,), float(head))})
             published = trainer.publish(version)
             drafting.installer.install(version, 20)
             assert drafting.engine.has(published)
             assert drafting.draft.mtp.weight.tolist() == [head] * 4
+
+
+def test_a_failure_of_the_draft_is_none_of_the_engines_version(drafting, trainer, place):
+    """Which would be refused for a while, whatever becomes of the draft."""
+    named = place | {"linger_s": 0}
+    with torch_ros.open("heads", **named) as heads, torch_ros.open("heads", **named) as reader:
+        drafting.follow(reader, Toy(drafting.draft))
+        published = trainer.publish(1)
+        heads.publish_copy(7, {"mtp": torch.full((4,), torch.nan)})
+        for _ in range(IN_A_ROW):
+            with pytest.raises(ManifestMismatch, match="a NaN"):
+                drafting.installer.install(1, 20)
+        assert drafting.draft.mtp.weight.tolist() == [OLD] * 4
+        heads.publish_copy(8, {"mtp": torch.full((4,), 8.0)})
+        drafting.installer.install(1, 20)
+        assert drafting.engine.has(published)
+        assert drafting.draft.mtp.weight.tolist() == [8.0] * 4
+        trainer.publish(2, norm=torch.full((4,), torch.nan))
+        for _ in range(IN_A_ROW):
+            with pytest.raises(ManifestMismatch, match="a NaN"):
+                drafting.installer.install(2, 20)
+        assert drafting.installer._tries.failures == IN_A_ROW
+
+
+def test_an_engine_that_goes_back_takes_its_draft_along(drafting, trainer):
+    first = trainer.publish(1, mtp=torch.ones(4))
+    drafting.installer.install(1, 20)
+    trainer.publish(2, mtp=torch.full((4,), 2.0), out=torch.full((4, 4), torch.nan))
+    with pytest.raises(ManifestMismatch, match="a NaN"):
+        drafting.installer.install(2, 20)
+    assert drafting.engine.has(first)
+    assert torch.equal(drafting.draft.mtp.weight, first["mtp"])
+    assert (drafting.installer.active, drafting.drafts.active) == (1, 1)
+
+
+def test_a_draft_that_cannot_go_back_is_told_of(drafting, trainer, monkeypatch, caplog):
+    first = trainer.publish(1, mtp=torch.ones(4))
+    drafting.installer.install(1, 20)
+
+    def fail(kept):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(drafting.drafts, "_put_back", fail)
+    trainer.publish(2, mtp=torch.full((4,), 2.0), out=torch.full((4, 4), torch.nan))
+    with pytest.raises(ManifestMismatch, match="a NaN"):
+        drafting.installer.install(2, 20)
+    assert drafting.engine.has(first)
+    assert "its draft has another version" in caplog.text
 
 
 # -- refused, before anything is written
@@ -866,7 +920,6 @@ def test_memory_that_the_engine_has_left_is_let_go_and_not_offered(opened, train
     assert not left.expired()  # it is registered
     assert not installer.settle(20)
     assert (installer.active, follower.version) == (1, None)
-    assert left.expired()
     published = trainer.publish(2)
     installer.install(2, 20)
     assert engine.has(published)

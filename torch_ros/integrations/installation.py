@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -20,6 +20,7 @@ from torch_ros.errors import (
     TorchRosError,
     VersionNotFound,
 )
+from torch_ros.integrations.drafts import DraftFirst
 from torch_ros.integrations.fit import NAMED_MAX, require_fit
 from torch_ros.integrations.from_bucket import BucketVersions
 from torch_ros.integrations.landing_plan import (
@@ -218,7 +219,6 @@ class Installer:
         teller: "torch_ros.ShardHandle | None" = None,
         draft: "Installer | None" = None,
     ) -> None:
-        self._draft = draft
         self.handle, self.options, self._teller = handle, options, teller
         self.active: int | None = None
         """The version that the engine has; None: none, or nobody knows."""
@@ -227,6 +227,8 @@ class Installer:
         self.report: InstallReport | None = None
         """The report of the last install that ended well."""
         self._engine, self._all = engine, Together(handle.rank, peers or Alone(), teller)
+        is_part = draft is not None and draft.handle.model == handle.model
+        self._draft = DraftFirst(draft, self._all, is_part=is_part)
         self._recorded: _Recorded | None = None
         self._laid: _Laid | None = None
         self._has_written = False  # perhaps, since the last install began
@@ -275,10 +277,7 @@ class Installer:
             if self.options.on_failure == "keep":
                 kept.update(self._all.step(lambda: _copy(self._engine.state())))
             extent = self._extent(look)
-            if (draft := self._draft) is not None:
-                is_part = draft.handle.model == self.handle.model
-                which = number if is_part else "latest"
-                self._all.step(lambda: draft.install(which, watch.left_s))
+            self._draft.go_to(number, watch.left_s)
             return self._write(number, look, extent, watch)
 
         try:
@@ -286,10 +285,23 @@ class Installer:
         except Exception as error:
             if before is not None:
                 self._bring_back(before, kept, timeout_s)
-            self._note(number, uid, error)
+            if not self._draft.is_to_blame:
+                self._note(number, uid, error)
+            self._draft.go_back()
             raise
+        self._draft.stay()
         self.active, self.uid, self.report, self._tries = number, uid, report, Tries()
         return report
+
+    def remember(self) -> Callable[[], None]:
+        """Copy what this rank's engine has into host memory; a call of the answer puts it back."""
+        kept, had = _copy(self._engine.state()), (self.active, self.uid, self.report)
+
+        def put_back() -> None:
+            self._put_back(kept)
+            self.active, self.uid, self.report = had
+
+        return put_back
 
     def settle(self, timeout_s: float) -> bool:
         """Serve the version that the first install has read in place, if it lies there still.

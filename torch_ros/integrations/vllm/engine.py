@@ -300,7 +300,9 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
         config = self.vllm_config.speculative_config.draft_model_config
         is_part, name = info.draft_model is None, info.draft_model or info.model
         model = DraftModel(self.draft, self.model, is_part=is_part, model_config=config, **known)
-        how = replace(info.install_options(), relay=False, on_failure="keep")  # it is small
+        how = replace(
+            info.install_options(), relay=False, on_failure="refuse"
+        )  # it goes back with its engine
         if info.bucket is not None:
             return Installer(BucketVersions(info.bucket, name, ranks.rank), model, how, ranks)
         return Installer(self._handle(info, ranks, draft=name), model, how, ranks)
