@@ -101,6 +101,24 @@ def test_the_newest_version_of_a_newer_run_is_gone_to_though_its_number_is_lower
             second.close()
 
 
+@pytest.mark.parametrize("label", ["7", "none"])
+def test_an_engine_that_was_born_with_a_version_is_not_brought_it_again(label, options):
+    """Unless it answers nobody with it, as while a cache of older weights is left."""
+    llm, (trainer, _) = LLM(), publish(options, 7)
+    handle = torch_ros.open("m", **options, replica="r", installs=True)
+    llm.installer = Installer(handle, llm.model, InstallOptions(), teller=handle)
+    llm.installer.install(7, 20)
+    llm.init_weight_transfer_engine = lambda request: None  # it follows that already
+    llm.get_weight_version = lambda: label
+    with attach(llm, model="m", replica="r", options=options) as policy:
+        assert policy.version == (7 if label == "7" else None)
+        assert policy.update() == (label == "none")
+        trainer.publish_copy(8, {"x": torch.ones(3)})
+        assert policy.update()
+        assert (policy.version, llm.model.module.x.tolist()) == (8, [1.0] * 3)
+    trainer.close()
+
+
 @pytest.mark.parametrize(
     "lost",
     [VersionNotFound("m", "2", "nobody has it"), SourceLost("trainer", "it left", 0, 12)],

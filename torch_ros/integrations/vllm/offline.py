@@ -94,6 +94,7 @@ class Attached:
         self._asked("init_weight_transfer_engine", {"init_info": info})
         try:
             self._handle = _versions(info)
+            self._recall()
         except BaseException:
             self._asked("shutdown_weight_transfer_engine")
             raise
@@ -196,6 +197,15 @@ class Attached:
         if newest is None:  # the trainer is between two versions
             return False
         return newest.run != self._sequence or newest.version - has > most
+
+    def _recall(self) -> None:
+        """Go on from the version that an engine with a name has, as one that was born with it."""
+        if isinstance(self._handle, BucketVersions) or self._replica is None:
+            return
+        told = self._handle.installs().get(self._replica)
+        has = told.active if told is not None else None
+        if has is not None and self._llm.get_weight_version() != core.NO_VERSION:
+            self.version, self._sequence = has.version, has.run
 
     def _is_withdrawn(self, timeout_s: float | None) -> bool:
         """Whether somebody has loaded weights by hand, as far as an engine without a name tells."""
