@@ -913,12 +913,16 @@ def test_a_version_that_lies_where_it_was_read_is_offered_in_the_end(opened, tra
     assert_offered(opened(), published)
 
 
-def test_memory_that_the_engine_has_left_is_let_go_and_not_offered(opened, trainer):
+@pytest.mark.parametrize("is_early", [True, False], ids=["before it is left", "afterwards"])
+def test_memory_that_the_engine_has_left_is_let_go_and_not_offered(is_early, opened, trainer):
     engine, follower = Fused(), opened()
     installer, _ = loaded(follower, trainer, engine)
+    if is_early:
+        installer.let_go()
     left = move(engine.out)
-    assert not left.expired()  # it is registered
+    assert left.expired() == is_early  # else it is registered
     assert not installer.settle(20)
+    assert left.expired()
     assert (installer.active, follower.version) == (1, None)
     published = trainer.publish(2)
     installer.install(2, 20)

@@ -315,8 +315,7 @@ class Installer:
         """
         stayed = self._all.step(self._has_stayed)
         if not stayed:
-            self._laid = None
-            self.handle.unregister()
+            self.let_go()
         if not all(self._all.gather(stayed)) or not self.options.relay:
             return False
         try:
@@ -324,6 +323,11 @@ class Installer:
         except (TorchRosError, RuntimeError) as error:  # as when nobody else has it any more
             log.warning("version %s is not offered to others: %s", self.active, error)
         return self.handle.version is not None
+
+    def let_go(self) -> None:
+        """Keep no memory of this rank's engine: it is no source of what was read there."""
+        self._laid = None
+        self.handle.unregister()
 
     def forget(self) -> None:
         """Look again where the engine's loader puts things, by the names of now."""

@@ -1,19 +1,24 @@
 """An engine that is born with a version: it answers as the trainer's model does from the start."""
 
 import json
+import logging
 import urllib.error
 from contextlib import closing, contextmanager
 from types import SimpleNamespace
 
 import pytest
+import torch
+import vllm._custom_ops as ops
 from kit import until
 from rollouts import FarAway, ServerUnderTest, at_birth, replica, running_engine, running_server
 from test_vllm import read_by_a_plain_process
+from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 import torch_ros
 from torch_ros.errors import NotSupported, UsageError
 from torch_ros.integrations.vllm import attach
-from torch_ros.integrations.vllm.born import ROSBornInfo, require_alone
+from torch_ros.integrations.vllm.born import NewModel, ROSBornInfo, require_alone
 from torch_ros.integrations.vllm.core import NO_VERSION
 
 NORM = "model.layers.1.input_layernorm.weight"
@@ -261,6 +266,39 @@ def test_an_engine_whose_other_parts_would_be_wrong_is_refused(changes, found):
     require_alone(configs())
     with pytest.raises(NotSupported, match=found):
         require_alone(configs(**changes))
+
+
+@pytest.fixture
+def new_model(monkeypatch):
+    """Make a model as vLLM does, of one layer: `new_model(packs=..., **config)`."""
+
+    def make(*, packs=False, method=UnquantizedLinearMethod, **config):
+        monkeypatch.setattr(ops, "_supports_onednn", packs)
+        monkeypatch.setattr(utils, "check_cpu_sgl_kernel", lambda *_: False)
+        module = torch.nn.Linear(4, 4, bias=False)
+        module.quant_method, module.load_weights = method(), lambda weights: None
+        model_config = SimpleNamespace(hf_text_config=SimpleNamespace(**config))
+        known = {"proves": False, "is_mapped_anew": False, "is_dummy": True}
+        return NewModel(module, model_config, torch.device("cpu"), **known)
+
+    return make
+
+
+def test_memory_is_kept_only_for_weights_that_stay_as_they_were_loaded(new_model):
+    """All others would be there twice, until vLLM has packed the last one."""
+    assert new_model().is_kept()
+    assert not new_model(packs=True).is_kept()
+    assert not new_model(method=object).is_kept()
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_head_that_is_not_read_is_told_of(is_tied, new_model, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    model = new_model(tie_word_embeddings=is_tied)
+    contents = dict.fromkeys(["weight", "lm_head.weight"], (torch.float32, (4, 4)))
+    model.record(contents)
+    assert ("lm_head.weight: not read" in caplog.text) == is_tied
+    assert model.may_lack("lm_head.weight") == is_tied
 
 
 def test_a_start_with_a_wrong_field_fails_by_its_name(place, tmp_path):

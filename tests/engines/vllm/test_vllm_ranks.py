@@ -82,13 +82,24 @@ def test_an_info_that_one_rank_cannot_read_is_none_for_all(pair):
     assert "unexpected keyword argument 'nonsense'" in str(last)
 
 
-def test_a_configuration_that_is_refused_leaves_the_model_that_is_followed(pair):
+def share_experts(config):
+    config.parallel_config.enable_eplb = True
+
+
+def offload(config):
+    config.offload_config = SimpleNamespace(prefetch=SimpleNamespace(offload_group_size=4))
+
+
+@pytest.mark.parametrize(
+    ("setting", "found"), [(share_experts, "EPLB"), (offload, "offload_group_size")]
+)
+def test_a_configuration_that_is_refused_leaves_the_model_that_is_followed(pair, setting, found):
     workers, each = pair
     assert each(opened) == [None, None]
     handles = [worker.handle for worker in workers]
-    workers[1].parallel_config.enable_eplb = True
+    setting(workers[1].vllm_config)
     _, last = each(opened)
-    assert "EPLB" in str(last)
+    assert found in str(last)
     assert [worker.handle for worker in workers] == handles
     assert not any(handle.is_closed for handle in handles)
 

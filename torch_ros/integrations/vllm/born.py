@@ -11,8 +11,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+import vllm._custom_ops as ops
 from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.model_executor.layers import utils
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.platforms import current_platform
 
 from torch_ros import arguments
 from torch_ros.errors import NotSupported, UsageError
@@ -210,6 +213,18 @@ class NewModel(VLLMModel):
         with torch.device(self._device):
             self._load((fqn, tensor.clone()) for fqn, tensor in weights)  # it may keep some a while
 
+    def is_kept(self) -> bool:
+        """Whether vLLM is known to go on with all parameters as they have been loaded."""
+        optional = self._optional()
+        owners = [
+            (module, one)
+            for path, module in self.model.named_modules()
+            for name, one in module.named_parameters(path, recurse=False)
+            if name not in optional
+        ]
+        is_changed = any(self._judge(module) or _is_packed_next(one) for module, one in owners)
+        return not is_changed and not self._derived()
+
     def end(self, *, has_version: bool) -> None:
         """Take it for loaded, and for what vLLM has made of that."""
         self.is_loaded, self._is_dummy = True, not has_version
@@ -220,6 +235,14 @@ class NewModel(VLLMModel):
         for name, one in self.model.named_parameters():
             if name not in kept:
                 one.data.zero_()
+
+
+def _is_packed_next(weight: torch.Tensor) -> bool:
+    """Whether vLLM for CPUs is about to pack it, by what `dispatch_cpu_unquantized_gemm` asks."""
+    if weight.device.type != "cpu" or weight.ndim != 2:
+        return False
+    is_small = utils.check_cpu_sgl_kernel(*weight.shape, weight.dtype)
+    return bool(ops._supports_onednn or is_small or current_platform.is_zen_cpu())  # noqa: SLF001
 
 
 def _zeros(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
@@ -245,6 +268,8 @@ class BornEngine(ROSWeightTransferEngine):
             installer.options = replace(how, relay=False, on_failure="refuse")
             self.lack = first.bring(installer)
             installer.options = how
+            if self.lack or not how.relay or not self._new.is_kept():
+                installer.let_go()  # else all of it would be there twice while vLLM packs it
         self._born_with, self._took_s = info.init_info, time.monotonic() - began_s
         if self.lack:
             name = self._who or info.replica or "the engine"

@@ -351,6 +351,12 @@ class ROSWeightTransferEngine(WeightTransferEngine[ROSInitInfo, ROSUpdateInfo]):
                 "torch_ros with an EC connector, which keeps what encoders of older weights found",
                 "start the engine without ec_transfer_config",
             )
+        offload = getattr(self.vllm_config, "offload_config", None)
+        if offload is not None and offload.prefetch.offload_group_size > 0:
+            raise NotSupported(
+                "torch_ros with prefetch offloading, which moves weights while peers read them",
+                "start the engine without offload_group_size",
+            )
         if self._sleeps and info.install_options().relay:
             raise NotSupported(
                 "relay=True with sleep mode, which takes away the memory that peers read",

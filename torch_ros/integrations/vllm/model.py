@@ -1,5 +1,6 @@
 """The weights of a vLLM model: how they were loaded, what became of them, how they are reloaded."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,9 @@ from torch_ros.integrations.landing_plan import Geometry, Obstacle, changed, sta
 from torch_ros.integrations.landings import Recording
 from torch_ros.integrations.recording import record
 from torch_ros.integrations.seams import Contents, Weights
+from torch_ros.printable import log_of
+
+log: logging.Logger = log_of("vllm.torch_ros")  # vLLM configures its own loggers only
 
 DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 HEAD = "lm_head.weight"
@@ -85,8 +89,23 @@ class VLLMModel:
                 optional = self._optional()
             finally:
                 _put_back(self.model)
+        self._warn_of_head(contents)
         unwritten = {n: count for n, count in recording.unwritten.items() if n not in optional}
         return replace(recording, unwritten=unwritten)
+
+    def _warn_of_head(self, contents: Contents) -> None:
+        """Say that a published head is not used where vLLM uses the embedding in its place."""
+        heads = [fqn for fqn in contents if self._is_tied(fqn)]
+        if heads:
+            log.warning(
+                "%s: not read, since the engine's config.json ties it to the embedding; expected "
+                "the same elements: if they differ, set tie_word_embeddings to false there",
+                heads[0],
+            )
+
+    def _is_tied(self, fqn: str) -> bool:
+        config = self._model_config.hf_text_config
+        return fqn.endswith(HEAD) and bool(getattr(config, "tie_word_embeddings", False))
 
     def _optional(self) -> set[str]:
         """Scales of caches, for which vLLM has a value where a checkpoint has none."""
@@ -104,8 +123,12 @@ class VLLMModel:
         layers, drafts = (getattr(config, name, None) or 0 for name in LAYERS)
         is_drafted = 0 <= number.get("layers", -1) - layers < drafts
         is_drafted |= any(part.startswith("mtp") for part in parts)  # as Qwen3-Next and MiMo do
-        is_tied = fqn.endswith(HEAD) and bool(getattr(config, "tie_word_embeddings", False))
-        return is_tied or is_drafted or fqn.endswith(DERIVED) or self._is_elsewhere(parts, number)
+        return (
+            self._is_tied(fqn)
+            or is_drafted
+            or fqn.endswith(DERIVED)
+            or self._is_elsewhere(parts, number)
+        )
 
     def _is_elsewhere(self, parts: Sequence[str], number: Mapping[str, int]) -> bool:
         """Whether an engine beside this one may have this expert."""
