@@ -851,6 +851,27 @@ def test_who_waits_for_a_version_notices_that_an_older_run_counts_again(store):
             asked.result(5)  # it would look again by itself after 10 s
 
 
+def test_who_comes_back_goes_on_in_the_run_of_the_newest_version_though_an_older_one_lives(store):
+    rollout = store.join("rollout")
+    trainer = store.join("trainer", run="new")
+    ref = publish(trainer, 5)
+    assert replicate(rollout) == ref
+    unpublish(rollout, ref)  # in the middle of an update
+    unpublish(trainer, ref)
+    trainer.close()
+    back = store.join("trainer")
+    assert back.seat.run == ref.run != rollout.seat.run
+    assert publish(back, 6).order > ref.order
+
+
+def test_an_older_run_in_which_somebody_publishes_is_the_one_that_counts(store):
+    trainer, guest = store.join("trainer"), store.join("guest", run="new")
+    unpublish(guest, publish(guest, 5))
+    guest.close()
+    publish(trainer, 10)
+    assert store.join("second").seat.run == trainer.seat.run
+
+
 def test_two_first_processes_find_one_run(store):
     def applicant(name):
         shard, lease_id = ShardRecord("host", 1, b""), store.kv.grant(5, timeout_s=5)[0]

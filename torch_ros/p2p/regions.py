@@ -11,8 +11,7 @@ from torch_ros.spans import HOST, Region, Spans
 
 Uint64s = npt.NDArray[np.uint64]
 
-# One piece of a read: source address, target address, bytes, key of the source cover, key of the
-# target cover.
+# One piece of a read: addresses in source and target, bytes, keys of the covers of both.
 Pieces = npt.NDArray[np.uint64]
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from torch_ros.protocol import keys as k
+from torch_ros.protocol import legible
 from torch_ros.protocol.applicant import Applicant
 from torch_ros.protocol.calls import DELETES_MAX
 from torch_ros.protocol.keys import Keys
@@ -15,8 +16,7 @@ from torch_ros.store.txn import Created, Delete, Entry, Guard, NoneNewer, Op, Pu
 
 def is_any_trained(view: View, who: Applicant) -> Step[bool]:
     """Whether there is a run that a newcomer would choose by itself."""
-    _, trained = _live_runs(view, who)
-    return Done(bool(trained))
+    return Done(bool(_live_runs(view, who)[1]))
 
 
 def choose_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard, ...]]:
@@ -41,19 +41,15 @@ def choose_run(view: View, who: Applicant) -> tuple[str, list[Op], tuple[Guard, 
     alone = NoneNewer(keys.runs(), view.rev)  # no other run gets this number
     if live:
         return name, made, (view.unchanged(keys.run(name)), alone)
-    # No run lives: the records of ended ones go, one by one, since etcd refuses a transaction that
-    # puts a key which it also deletes with a range.
+    # No run lives: records of ended ones go, each alone, since no range may have a key that is put.
     dead = [key for key, _ in view.within(keys.runs()) if key != keys.run(name)]
     dead += [key for key, _ in view.within(keys.versions())]
-    # Nobody has begun to use one meanwhile.
-    guards = (nobody(view, keys.holdings()), NoneNewer(keys.groups(), view.rev), alone)
+    guards = (nobody(view, keys.holdings()), NoneNewer(keys.groups(), view.rev), alone)  # still so
     return name, [*made, *(Delete(one(key)) for key in dead[:DELETES_MAX])], guards
 
 
 def _highest(view: View, keys: Keys) -> int | None:
-    """The highest version ever published; None: none. Version records say it; where these went
-    with their runs, `ended_at` of a run that was made after them.
-    """
+    """The highest version ever published, by records or a later run's `ended_at`; None: none."""
     found = readable(view.within(keys.versions()), k.parse_version, VersionRecord)
     numbers = [number for _, (_, number), record, _ in found if record.layout]
     runs = readable(view.within(keys.runs()), k.parse_run, RunRecord)
@@ -68,8 +64,9 @@ def _is_known(view: View, keys: Keys, run: str) -> bool:
 
 def _live_runs(view: View, who: Applicant) -> tuple[set[str], set[str]]:
     """The live runs (see `_users`); of these, those that `run=None` may choose: not a bucket's
-    (OUTSIDE), nor one in which only archivers are. It looks at samples first, and at everything
-    only if those do not settle the choice of `who`.
+    (OUTSIDE), nor one in which only archivers are. Where nobody publishes, a run with versions
+    lives while another does: who had one would not follow in an older run. It looks at samples
+    first, and at everything only if those do not settle the choice of `who`.
     """
     keys, numbers = who.keys, run_numbers(view, who.keys)
     newest = max(numbers, key=lambda run: (numbers[run], run), default=None)
@@ -82,6 +79,12 @@ def _live_runs(view: View, who: Applicant) -> tuple[set[str], set[str]]:
         # Settled if the run that `who` gets, the newest or the one that it names, is seen alive.
         if newest in trained if who.run is None else who.run in live:
             break
+    if who.run is None and trained and newest not in trained:
+        found = legible.holdings(view.within(keys.holdings()))
+        if not any(holding.is_original for _, _, holding, _ in found):
+            told = keyed(view.within(keys.versions()), k.parse_version)
+            last = {run for _, (run, _), _ in told if run in numbers and run != k.OUTSIDE}
+            return live | last, trained | last
     return live, trained
 
 

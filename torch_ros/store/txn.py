@@ -177,9 +177,7 @@ class View(Struct, frozen=True):
         return Unchanged(key, entry.mod_rev if entry else 0)
 
     def within(self, range_: Range) -> Iterator[tuple[str, Entry]]:
-        """The keys of `range_` and their entries, in key order.
-        Raises: Unseen: There may be others.
-        """
+        """Keys and entries of `range_`, in key order. Raises: Unseen: There may be others."""
         if not self.shows(range_):
             raise Unseen
         return self.seen(range_)

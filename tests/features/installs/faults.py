@@ -1,5 +1,7 @@
 """Faults to plant in what tells which versions engines use."""
 
+import dataclasses
+
 import msgspec
 from faults import fault, instead
 
@@ -44,3 +46,8 @@ def _(rule, view, seat, attempt, rejection):
     if there is not None and there.active is not None:
         return Done(there)
     return rule(view, seat, attempt, rejection)
+
+
+@instead("who comes back takes any run that lives", "_live_runs", scenario="trained anew")
+def _(live_runs, view, who):
+    return live_runs(view, dataclasses.replace(who, run=who.run or ""))

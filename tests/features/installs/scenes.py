@@ -193,6 +193,28 @@ def rejected_since(scene: Scene) -> None:
     scene.play()
 
 
+def trained_anew(scene: Scene) -> None:
+    """A trainer that comes back when nobody has anything is followed by who had a newer run."""
+
+    def follow(me: Process) -> None:
+        publishes = lambda trainer: (publish(trainer, 5), scene.sleep(1000))
+        trainer = scene.start("t", publishes, size=1, run="new")
+        me.installed(5)
+        me.handle.unpublish()  # as in the middle of an update
+        scene.at(scene.now_s, scene.kill_process, trainer.processes[0])
+        scene.when(lambda: not scene.checks.holdings, "the lease has ended")
+        scene.start("t", train, size=1)
+        me.installed("latest")
+        scene.reach("followed")
+
+    def train(me: Process) -> None:
+        publish(me, 6)
+        scene.until("followed")
+
+    scene.start("r", follow, size=1, installs=True)
+    scene.play()
+
+
 SCENES |= scenes_of(__name__) | {
     "left badly": partial(one_left_badly, lease_ends=False),
     "left badly, and came back": partial(one_left_badly, lease_ends=True),
