@@ -20,7 +20,7 @@ from torch_ros.features.installs.records import NAME, Install, Rejection
 from torch_ros.features.installs.rules import own_key
 from torch_ros.memory.store import MemoryKV
 from torch_ros.protocol import membership
-from torch_ros.protocol.records import ShardRecord, VersionRef
+from torch_ros.protocol.records import Holding, ShardRecord, VersionRef
 from torch_ros.store.txn import Put, Txn
 
 endpoint = pytest.fixture(kit.store)  # in memory, where nothing else is said
@@ -339,6 +339,34 @@ def test_a_version_that_does_not_come_takes_nothing_away(opened, trainer):
     with pytest.raises(errors.VersionNotFound):
         install_within(rollout, 2, 0.2)
     assert says(trainer) == (1, None, None)
+
+
+def reads_still(rollout, ref):
+    """Another replica reads `ref`, which nobody offers: it may be there again."""
+    group = inside(rollout).group
+    key = group.seat.keys.holding(ref.run, ref.version, "default", "other@0")
+    record = Holding(ref.uid, call=1, state="filling", world_size=1)
+    group.kv.commit(Txn(ops=(Put(key, record.encode()),)), timeout_s=5)
+
+
+def test_a_version_that_goes_before_it_is_read_is_not_found(opened, trainer):
+    rollout = engine(opened)
+    rollout.register({"w": torch.empty(4)})
+    with rollout.installing(1):
+        rollout.replicate(1)
+    published(trainer, 2)
+    with (
+        pytest.raises(errors.VersionNotFound, match="2: it went"),
+        rollout.installing("latest") as new,
+    ):
+        trainer.unpublish()
+        reads_still(rollout, new)
+        assert not rollout.update(new.version)
+    assert rollout.version == 1
+    published(trainer, 3)
+    with rollout.installing("latest") as new:
+        assert rollout.update(new.version)
+    assert says(trainer)[0] == 3
 
 
 A, B = (VersionRef("run", number, f"uid{number}", 1) for number in (1, 2))

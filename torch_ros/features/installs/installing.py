@@ -20,6 +20,7 @@ from torch_ros.errors import (
     SeatLost,
     TorchRosError,
     UsageError,
+    VersionNotFound,
 )
 from torch_ros.features.installs import rules
 from torch_ros.features.installs.intake import Intake
@@ -281,7 +282,9 @@ class Installing:
     def _content(self) -> VersionRef:
         """The content that the engine has now, for all that this handle knows.
 
-        Raises: UsageError: Another one than was to be installed, several, or a part.
+        Raises:
+            UsageError: Another one than was to be installed, several, or a part.
+            VersionNotFound: An update in its block has found nothing to go to.
         """
         mine = self._installs.mine
         assert self._ref is not None
@@ -291,6 +294,9 @@ class Installing:
             )
         found = self._intake.refs or ({mine} if mine is not None else set())
         if len(found) != 1 or {ref.version for ref in found} != {self._ref.version}:
+            if self._intake.refs == {mine}:
+                reason = "it went before it was read"
+                raise VersionNotFound(self._shard.model, f"{self._ref.version}", reason)
             numbers = sorted(ref.version for ref in found) or "nothing"
             raise UsageError(
                 f"{self._end}: its block has read {numbers}; expected one content, of the version "
