@@ -16,12 +16,13 @@ from torch_ros.integrations.shared_folders import pinned
 # Another process that writes a folder, or has it; it says so, and waits to be killed.
 HOLDER = """
 import sys
+import time
 from pathlib import Path
 from torch_ros.integrations.shared_folders import pinned
 
 def said(word):
     Path(sys.argv[2]).write_text(word)
-    sys.stdin.read() if word == "has" else __import__("time").sleep(600)
+    time.sleep(600)
 
 def write(folder):
     (folder / "half").write_text("1")

@@ -3,6 +3,7 @@
 import json
 import sys
 import uuid
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -335,6 +336,11 @@ def test_an_adapter_that_is_there_is_loaded_beside_its_base_alone(trainer, endpo
     assert [*one.manager.loaded] == [1]
 
 
+def looked_at(worker):
+    with closing(_Load(worker, asked(), 0, "")) as load:
+        load.look()
+
+
 def test_names_are_compared_as_vllm_maps_them(trainer, endpoint):
     """But for those that its model leaves out."""
     trainer(1, 1)
@@ -342,9 +348,9 @@ def test_names_are_compared_as_vllm_maps_them(trainer, endpoint):
     inner = one.manager._adapter_manager = layers(inner=linear(6, 4))
     renamed = SimpleNamespace(_map_name=lambda name: name.replace("proj", "inner"))
     inner.model.hf_to_vllm_mapper = SimpleNamespace(get_rename_mapper=lambda: renamed)
-    _Load(one, asked(), 0, "").look()
+    looked_at(one)
     inner.model = SimpleNamespace(lora_skip_prefixes=["proj."], modules=tuple)
-    _Load(one, asked(), 0, "").look()
+    looked_at(one)
 
 
 def test_workers_without_a_group_raise_once(monkeypatch):
