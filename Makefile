@@ -171,7 +171,7 @@ test-all: $(INSTALLED) $(INSTALLED_DEPLOY)
 	$(PYTEST) $(NOT_BESIDE) -m 'not nightly'
 	$(PYTEST) --numprocesses=3 --dist=loadfile -m 'not nightly' tests/processes tests/history tests/wan
 
-test-nightly: $(INSTALLED)
+test-nightly: $(INSTALLED) $(INSTALLED_DEPLOY)
 	$(PYTEST) --numprocesses=2 --ignore=tests/engines -m nightly
 
 test-engines: $(INSTALLED_VERL) $(INSTALLED_VLLM)

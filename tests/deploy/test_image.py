@@ -54,7 +54,7 @@ def test_it_runs_as_a_user_who_is_not_root():
     assert "useradd --uid 1000 " in made
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_its_commands_install_the_package_with_all_tools(tmp_path):
     """From the files that it copies, with what is installed here in the place of downloads."""

@@ -218,7 +218,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize(
-    "count", [QUICK, pytest.param(MANY, marks=pytest.mark.long)], ids=["quick", "many"]
+    "count", [QUICK, pytest.param(MANY, marks=pytest.mark.nightly)], ids=["quick", "many"]
 )
 def test_who_is_struck_in_open_ends_it_for_its_peer(opened, pool, monkeypatch, caplog, count):
     waits, line, lines = threading.Event(), [0], list[int]()
