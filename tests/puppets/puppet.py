@@ -115,7 +115,7 @@ class Puppet:
         if self.poll() is None:
             os.kill(self.pid, number)
             if number == signal.SIGKILL:
-                self.wait(20)
+                self.wait(START_S)  # the parent, which reaps it, may be starting others
 
     def kill(self):
         self.signal(signal.SIGKILL)

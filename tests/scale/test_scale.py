@@ -317,7 +317,7 @@ def test_a_replica_asks_the_store_what_a_real_one_asks():
     assert {name: found[name] for name in real} == real
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_whom_replicas_read_from_is_the_librarys_choice():
     as_it_is = scenarios.burst(0, n=12)
     assert (as_it_is["heads_sent_x"], as_it_is["readers_max"]) == (1.0, 1)
@@ -343,7 +343,7 @@ def test_who_dies_ends_and_everybody_else_has_it_all():
     assert found["last_x"] < 1.1
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_version_that_is_slow_for_all_slows_no_later_one():
     with Cluster(Model()) as cluster:
         all_ = scenarios.Burst(cluster, scenarios.newcomers(cluster, 12))
@@ -397,7 +397,7 @@ def test_who_waits_for_a_relay_to_begin_misses_it_when_it_dies():
 # Short runs, with bounds
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(("seeding", "most_s"), [("foreground", 8.5), ("host", 4.0)])
 def test_few_stand_still_while_a_version_crosses_a_slow_link(seeding, most_s):
     found = scenarios.updates_12(0, seeding=seeding, etcd=scenarios.WEST)
@@ -405,12 +405,12 @@ def test_few_stand_still_while_a_version_crosses_a_slow_link(seeding, most_s):
     assert found["crossings"] == 1.0
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_nobody_starves_who_polls_seldom():
     assert scenarios.fast_versions(0, lasts_s=30.0)["lag"] <= 8
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_bounds_of_a_few_replicas_hold():
     assert scenarios.burst(0, n=10)["last_x"] < 1.05
     assert scenarios.figure_7b(0, groups=4)["stall_s"] < 72.0  # ideal: 70.4

@@ -33,9 +33,9 @@ def seeds_of_scenes():
         is_later = scene in SLOW or scene in TOLD
         if not is_later:
             yield pytest.param(scene, range(1), id=f"{scene}-quick")
-        seeds = range(0 if is_later else 1, 6)
+        seeds = range(0 if is_later else 1, 4)
         yield pytest.param(scene, seeds, marks=pytest.mark.long, id=f"{scene}-long")
-        yield pytest.param(scene, range(6, 20), marks=pytest.mark.nightly, id=f"{scene}-nightly")
+        yield pytest.param(scene, range(4, 20), marks=pytest.mark.nightly, id=f"{scene}-nightly")
 
 
 @pytest.mark.parametrize(("scene", "seeds"), [*seeds_of_scenes()])
