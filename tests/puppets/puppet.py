@@ -127,7 +127,7 @@ class Puppet:
                 os.killpg(self.pid, signal.SIGKILL)
             except ProcessLookupError:  # it has no session of its own yet
                 self.kill()
-            self.wait(20)
+            self.wait(START_S)
         os.close(self._reports)
         for stream in filter(None, (self.stdin, self.stdout)):
             stream.close()
