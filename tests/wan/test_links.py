@@ -54,6 +54,7 @@ def fleet(star, started, running_etcd, tmp_path):
     context.__exit__(None, None, None)
 
 
+@pytest.mark.nightly
 def test_links_are_ranked_and_the_slow_one_is_named(star, fleet):
     model, environment = fleet
     with star.host("centre"):

@@ -63,6 +63,7 @@ def await_port(lab, address):
             time.sleep(0.05)
 
 
+@pytest.mark.nightly
 def test_changes_cross_in_a_fraction_of_the_bytes_and_the_time(lab, etcd_in_the_west, programs):
     pytest.importorskip("obstore")
     pytest.importorskip("moto.server", exc_type=ImportError)
