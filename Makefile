@@ -175,7 +175,7 @@ test-nightly: $(INSTALLED) $(INSTALLED_DEPLOY)
 	$(PYTEST) --numprocesses=2 --ignore=tests/engines -m nightly
 
 test-engines: $(INSTALLED_VERL) $(INSTALLED_VLLM)
-	$(VERL)/bin/python -m pytest --durations=10 tests/engines/test_verl.py tests/engines/test_seams.py
+	$(VERL)/bin/python -m pytest --durations=10 tests/engines/test_verl.py tests/engines/test_seams.py tests/engines/test_ray.py
 	$(VLLM)/bin/python -m pytest --durations=10 tests/engines/vllm
 
 test-matrix:

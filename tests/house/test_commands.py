@@ -13,6 +13,7 @@ DOCUMENTS = (
     "docs/TOOLS.md",
     "docs/DISTRIBUTED.md",
     "deploy/kubernetes/README.md",
+    "deploy/ray/README.md",
     "deploy/slurm/README.md",
 )
 SHELL = re.compile(r"^```(?:sh|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -70,6 +71,7 @@ RUN = {  # the beginning of a command: the test that runs it, and words by which
     "scontrol requeue": ("deploy/slurm/job.sbatch", "scontrol requeue"),  # which a test submits
     "scancel": ("tests/deploy/test_slurm.py", '"scancel", job.number'),
     "deploy/kubernetes/secrets.sh": ("tests/deploy/test_kubernetes.py", "secrets.sh"),
+    "python deploy/ray/actors.py": ("tests/engines/test_ray.py", "actors.py"),
     "torchrun --rdzv-backend=torch-ros": ("tests/processes/test_torchrun.py", "--rdzv-backend"),
 }
 NOT_RUN = {  # the beginning of a command: why no test runs it

@@ -267,6 +267,7 @@ WORDS_MAX = {
     **dict.fromkeys(ENGINE_PAGES, 700),
     ROOT / "docs" / "integrations" / "vllm.md": 2300,
     ROOT / "docs" / "protocol" / "nixl.md": 1200,  # ways, shortcuts and vouchers
+    ROOT / "deploy" / "ray" / "README.md": 300,
     ROOT / "deploy" / "slurm" / "README.md": 500,
 }
 
