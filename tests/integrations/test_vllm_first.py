@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+from ranks import Ranks
 
 from torch_ros.errors import (
     AccessDenied,
@@ -220,22 +221,8 @@ def test_the_engine_core_and_its_server_are_seen_by_a_worker(monkeypatch, tmp_pa
 # -- several ranks
 
 
-class Ranks:
-    """The words of all ranks, by their threads; one that stands alone is left after 10 s."""
-
-    def __init__(self, rank, barrier, said):
-        self.rank, self.barrier, self.said = rank, barrier, said
-
-    def gather(self, mine):
-        self.said[self.rank] = mine
-        self.barrier.wait()
-        found = list(self.said)
-        self.barrier.wait()
-        return found
-
-
 def on_two_ranks(step):
-    """What `step(rank, first)` gives or raises on each."""
+    """The answer or the error of `step(rank, first)` on each."""
     shared = threading.Barrier(2, timeout=10), [None, None]
 
     def run(rank):

@@ -44,13 +44,17 @@ def apart(directory):
     subprocess.run([*ETCD, "stop"], env=environment, check=True, timeout=30)
 
 
-@contextlib.contextmanager
 def started_demo(surroundings, script, *options):
+    return started_python(surroundings, EXAMPLES / script, *options)
+
+
+@contextlib.contextmanager
+def started_python(surroundings, *arguments, stderr=subprocess.STDOUT):
     with subprocess.Popen(
-        [sys.executable, EXAMPLES / script, *options],
+        [sys.executable, *arguments],
         env=surroundings,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=stderr,
         text=True,
     ) as demo:
         try:

@@ -5,26 +5,14 @@ import os
 import re
 import signal
 import subprocess
-import sys
 
 import pytest
-from demos import descendants, read_until
+from demos import descendants, read_until, started_python
 from kit import until
 
 
-@contextlib.contextmanager
 def started(surroundings):
-    with subprocess.Popen(
-        [sys.executable, "-m", "torch_ros", "demo"],
-        env=surroundings,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as demo:
-        try:
-            yield demo
-        finally:
-            demo.kill()  # or the end of a failed test would wait for it
+    return started_python(surroundings, "-m", "torch_ros", "demo", stderr=subprocess.PIPE)
 
 
 def parts(demo):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ranks import Ranks
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from torch_ros.errors import StoreUnavailable
@@ -13,20 +14,6 @@ from torch_ros.integrations.vllm import born
 from torch_ros.integrations.vllm.born import ROSModelLoader
 from torch_ros.integrations.vllm.engine import ROSInitInfo, ROSWeightTransferEngine
 from torch_ros.integrations.vllm.trainer import ROSTrainerInitInfo, ROSTrainerWeightTransferEngine
-
-
-class Ranks:
-    """The words of all ranks, by their threads; one that stands alone is left after 10 s."""
-
-    def __init__(self, rank, barrier, said):
-        self.rank, self.size, self.barrier, self.said = rank, 2, barrier, said
-
-    def gather(self, mine):
-        self.said[self.rank] = mine
-        self.barrier.wait()
-        found = list(self.said)
-        self.barrier.wait()
-        return found
 
 
 class Worker(ROSWeightTransferEngine):
