@@ -92,7 +92,7 @@ def try_it(python: Path, directory: Path) -> None:
     run(python, "-W", "ignore", "-c", code, cwd=empty)
     command = python.parent / "torch-ros"
     assert "push" in run(command, "--help", cwd=empty)
-    # That etcd ends with its directory.
+    # The etcd of the demo ends with its directory.
     demo = ("env", f"TORCH_ROS_LOCAL_DIR={directory / 'etcd'}", python, "-m", "torch_ros", "demo")
     assert "goes on from version" in run(*demo, cwd=empty)
 

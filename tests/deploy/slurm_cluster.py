@@ -139,7 +139,7 @@ class Cluster:
         return found
 
     def run(self, *command, **environment):
-        """What a command prints."""
+        """The output of a command."""
         done = self.tried(*command, **environment)
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -215,7 +215,7 @@ class Job:
         return dict(map(str.split, said.splitlines())).get(self.number, "")
 
     def folders(self):
-        """Of its etcd, which go with it."""
+        """The folders of its etcd, which go with it."""
         found = self.cluster.folder.glob(f"torch-ros-{self.number}*")
         return [path.name for path in found if path.is_dir()]
 

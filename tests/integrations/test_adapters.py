@@ -256,7 +256,7 @@ PATTERN = {"rank_pattern": {"down_proj": 2}}  # of the parameter, whose module h
     ("inner", "outer", "more"), [(12, 12, {}), (12, 6, PATTERN), (6, 12, PATTERN)]
 )
 def test_experts_have_their_matrices_side_by_side(inner, outer, more):
-    """Of the rank of each parameter; which of them has which matrices, no name says."""
+    """Matrices have the rank of some parameter; no name says of which."""
     require_ranks("it", *experts(inner, outer, **more))
 
 

@@ -1,4 +1,4 @@
-"""What `torch-ros demo` shows: a trainer and rollouts on this host, of which some are killed.
+"""The story of `torch-ros demo`: a trainer and rollouts here, of which some are killed.
 
 This process starts the others, kills two of them, and prints what they say.
 """
@@ -28,7 +28,7 @@ LEAVE_S = 10.0
 
 @dataclass(frozen=True)
 class Child:
-    """What a process of the demo is given."""
+    """One process of the demo, as it sees itself."""
 
     name: str
     model: str
@@ -41,7 +41,7 @@ class Child:
 
     @cached_property
     def ends(self) -> threading.Event:
-        """Of this process, which is told to leave."""
+        """An event that tells this process to leave."""
         return threading.Event()
 
     def tell(self, sentence: str, version: int) -> None:
@@ -72,13 +72,13 @@ def _from(handle: torch_ros.ShardHandle) -> str:
     return f"from {report.source}, {size:.1f} MiB in {took:.0f} ms"
 
 
-def train(part: Child) -> None:
+def train(child: Child) -> None:
     """Publish a version after each step, from the newest that anybody has."""
-    with part.opened() as (handle, net):
-        version = _newest(part, handle)
+    with child.opened() as (handle, net):
+        version = _newest(child, handle)
         optimizer = torch.optim.SGD(net.parameters(), lr=30.0)
         handle.guard(optimizer)  # nobody reads what the optimizer writes
-        while not part.ends.wait(STEP_S):
+        while not child.ends.wait(STEP_S):
             batch = torch.randn(64, WIDTH, device="cpu", dtype=torch.float32)
             loss = (net(batch) - batch.roll(1, 1)).square().mean()
             loss.backward()
@@ -86,28 +86,28 @@ def train(part: Child) -> None:
             optimizer.zero_grad()
             version += 1
             handle.publish(version)
-            part.tell(f"publishes version {version}, loss {loss.item():.3f}", version)
+            child.tell(f"publishes version {version}, loss {loss.item():.3f}", version)
 
 
-def _newest(part: Child, handle: torch_ros.ShardHandle) -> int:
+def _newest(child: Child, handle: torch_ros.ShardHandle) -> int:
     """Read the newest version, if there is one."""
-    while not part.ends.is_set():
+    while not child.ends.is_set():
         try:
             version = handle.replicate("latest", missing_ok=True, timeout_s=LIMIT_S)
         except PeerError:  # one that only the killed trainer had, until its lease ends
             time.sleep(STEP_S)
             continue
         if version is not None:
-            part.tell(f"goes on from version {version}, {_from(handle)}", version)
+            child.tell(f"goes on from version {version}, {_from(handle)}", version)
         return version or 0
     return 0
 
 
-def follow(part: Child) -> None:
+def follow(child: Child) -> None:
     """Read each new version in place, and be a source of it."""
-    with part.opened() as (handle, _):
-        for version in handle.follow("latest", stop=part.ends):
-            part.tell(f"has version {version}, {_from(handle)}", version)
+    with child.opened() as (handle, _):
+        for version in handle.follow("latest", stop=child.ends):
+            child.tell(f"has version {version}, {_from(handle)}", version)
 
 
 @dataclass
@@ -118,14 +118,14 @@ class Demo:
     endpoint: str
     say: Callable[..., None]
     processes: dict[str, BaseProcess] = field(default_factory=dict)
-    parts: dict[str, "Connection[None, tuple[str, int]]"] = field(default_factory=dict)
+    heard: dict[str, "Connection[None, tuple[str, int]]"] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
     """The newest version that each has told of."""
 
     def start(self, name: str, plays: Callable[[Child], None]) -> None:
-        self.parts[name], demo = SPAWN.Pipe()
-        part = Child(name, self.model, self.endpoint, demo)
-        process = SPAWN.Process(target=plays, args=(part,), name=name)
+        self.heard[name], demo = SPAWN.Pipe()
+        child = Child(name, self.model, self.endpoint, demo)
+        process = SPAWN.Process(target=plays, args=(child,), name=name)
         usual = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is told to this process
         try:
             process.start()
@@ -139,7 +139,7 @@ class Demo:
         process = self.processes.pop(name)
         process.kill()
         process.join()
-        self.parts.pop(name).close()
+        self.heard.pop(name).close()
         del self.versions[name]
 
     def until(self, version: int, *names: str) -> None:
@@ -150,13 +150,13 @@ class Demo:
         """
         limit = time.monotonic() + LIMIT_S
         while missing := [name for name in names if self.versions[name] < version]:
-            said = wait([*self.parts.values()], max(limit - time.monotonic(), 0))
+            said = wait([*self.heard.values()], max(limit - time.monotonic(), 0))
             if not said:
                 late = " and ".join(missing)
                 raise PeerError(f"{late}: no version {version} within {LIMIT_S:.0f} s")
-            for name in [each for each, part in self.parts.items() if part in said]:
+            for name in [each for each, heard in self.heard.items() if heard in said]:
                 try:
-                    sentence, self.versions[name] = self.parts[name].recv()
+                    sentence, self.versions[name] = self.heard[name].recv()
                 except (EOFError, ConnectionResetError):
                     self.processes[name].join()
                     code = self.processes[name].exitcode
@@ -165,8 +165,8 @@ class Demo:
 
     def end(self) -> None:
         """Let all of them leave; who does not is killed."""
-        for part in self.parts.values():
-            part.close()
+        for heard in self.heard.values():
+            heard.close()
         limit = time.monotonic() + LEAVE_S
         for process in self.processes.values():
             process.join(max(limit - time.monotonic(), 0))
