@@ -68,7 +68,7 @@ help:
 	@echo "            tests that take minutes each: benchmarks, fleets of hundreds, thousands of deltas"
 	@echo "make test-engines"
 	@echo "            real vLLM engines on CPUs, verl itself, and the seams of TRL and SGLang; 3 GB more,"
-	@echo "            in $(VLLM) and $(VERL); twenty minutes"
+	@echo "            in $(VLLM) and $(VERL); an hour"
 	@echo "make test-matrix ROWS='3.11:2.13.0 3.12:newest'"
 	@echo "            the tests closest to torch, with other Pythons and torches; 6 GB and an hour"
 	@echo "make package"
